@@ -1,0 +1,142 @@
+"""Build a checkpoint's model without its weights, in the installed transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelopt_lite.errors import CheckpointError, RemoteCodeError, SpecError
+
+
+def build_meta_model(source: Path, config_json: dict[str, Any], *, trust_remote_code: bool) -> Any:
+    """Return the checkpoint's model with its parameters on the meta device.
+
+    Buffers are real, so that those which no checkpoint holds (the frequencies of rotary position
+    embeddings, for one) have the values that the config gives them.
+
+    Raises:
+        RemoteCodeError: The model's code comes with the checkpoint and was not trusted.
+        SpecError: The installed transformers does not know the architecture.
+        CheckpointError: transformers rejects the config.
+    """
+    import transformers
+    from accelerate import init_empty_weights
+
+    config = _load_config(source, config_json, trust_remote_code=trust_remote_code)
+    with quiet_transformers(), init_empty_weights(include_buffers=False):
+        try:
+            model = _instantiate(transformers, config, config_json, trust_remote_code)
+        except (TypeError, ValueError, AttributeError, KeyError, RuntimeError) as error:
+            raise CheckpointError(
+                f"transformers {transformers.__version__} cannot build a model from "
+                f"{source / 'config.json'}: {error}"
+            ) from error
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _load_config(source: Path, config_json: dict[str, Any], *, trust_remote_code: bool) -> Any:
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = config_json.get("model_type")
+    if not model_type:
+        raise CheckpointError(
+            f"{source / 'config.json'} has no model_type; add the architecture's model_type, for "
+            'example "llama"'
+        )
+    native = model_type in CONFIG_MAPPING
+    remote = "AutoConfig" in (config_json.get("auto_map") or {})
+    if remote and not native and not trust_remote_code:
+        raise RemoteCodeError(
+            f"the checkpoint {source} brings its own modeling code for model_type {model_type!r}; "
+            "read that code, then allow it with trust_remote_code=True (--trust-remote-code)"
+        )
+    if not native and not remote:
+        raise SpecError(
+            f"transformers {transformers.__version__} does not know model_type {model_type!r}; "
+            "install a release that does, or a checkpoint that brings its own code"
+        )
+    try:
+        with quiet_transformers():
+            return transformers.AutoConfig.from_pretrained(
+                source, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+    except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
+        raise CheckpointError(
+            f"transformers {transformers.__version__} rejects {source / 'config.json'}: {error}"
+        ) from error
+
+
+def _instantiate(
+    transformers: Any, config: Any, config_json: dict[str, Any], trust_remote_code: bool
+) -> Any:
+    dtype = model_dtype(config_json)
+    names = config_json.get("architectures") or ()
+    remote = trust_remote_code and (config_json.get("auto_map") or {})
+    cls = getattr(transformers, names[0], None) if names and not remote else None
+    if cls is not None:
+        return cls._from_config(config, dtype=dtype)
+    return transformers.AutoModelForCausalLM.from_config(
+        config, trust_remote_code=trust_remote_code, dtype=dtype
+    )
+
+
+def model_dtype(config_json: dict[str, Any]) -> torch.dtype:
+    """Return the dtype that a config names, at the root or in its text part; bfloat16 if none."""
+    for part in (config_json, config_json.get("text_config") or {}):
+        name = part.get("dtype") or part.get("torch_dtype")
+        if isinstance(name, str):
+            dtype = getattr(torch, name.removeprefix("torch."), None)
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise CheckpointError(
+                    f"config.json names the dtype {name!r}, which is no floating-point dtype; "
+                    'use "bfloat16", "float16" or "float32"'
+                )
+            return dtype
+    return torch.bfloat16
+
+
+@contextmanager
+def eager_experts(model: nn.Module) -> Iterator[None]:
+    """Have every expert run by a product of its own, where the release offers a choice.
+
+    Other backends join the experts of a layer in one call, where single ones cannot be seen.
+    """
+    before: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for part in (config, *_sub_configs(config)):
+            if hasattr(part, "_experts_implementation"):
+                before.append((part, part._experts_implementation))
+                part._experts_implementation = "eager"
+    try:
+        yield
+    finally:
+        for part, implementation in reversed(before):
+            part._experts_implementation = implementation
+
+
+def _sub_configs(config: Any) -> Iterator[Any]:
+    for name in getattr(config, "sub_configs", None) or ():
+        if (part := getattr(config, name, None)) is not None:
+            yield part
+            yield from _sub_configs(part)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' advice on training and kernels, which is not the user's to follow."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -1,0 +1,248 @@
+"""Calibration data: from text, files or token ids to batches of equal length, never padded.
+
+Texts become blocks of ``seq_len`` tokens. Samples of a list are kept apart, cut to ``seq_len``, and
+batched with others of the same length: no pad token ever reaches a statistic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelopt_lite.errors import CalibrationError
+
+CalibData = str | Path | Sequence[str] | Iterable[Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationData:
+    """Batches of token ids, [B, T] int64 each, and where they came from."""
+
+    batches: tuple[Tensor, ...]
+    origin: str
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are."""
+        return sum(batch.numel() for batch in self.batches)
+
+    @property
+    def samples(self) -> int:
+        """How many sequences there are."""
+        return sum(len(batch) for batch in self.batches)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over shapes and ids, in order."""
+        digest = hashlib.sha256()
+        for batch in self.batches:
+            digest.update(repr(tuple(batch.shape)).encode())
+            digest.update(batch.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def load_calibration_data(
+    data: CalibData,
+    source: Path,
+    *,
+    size: int,
+    seq_len: int,
+    batch_size: int | None,
+    vocab_size: int | None,
+    trust_remote_code: bool = False,
+) -> CalibrationData:
+    """Turn what a user gave into batches.
+
+    Args:
+        data: None for the text that comes with CPython; a path (.txt, .jsonl, .json, .parquet, or
+            .safetensors of token ids); texts; or batches of ids, which are used as they are.
+        source: The checkpoint, for its tokenizer.
+        size: The most sequences that are taken.
+        seq_len: Length that texts are cut to, in tokens.
+        batch_size: Sequences a batch; None: 8.
+        vocab_size: Ids must lie below it, where given.
+        trust_remote_code: Whether a tokenizer may run code of the checkpoint.
+
+    Raises:
+        CalibrationError: Nothing to read, nothing in it, or ids outside of the vocabulary.
+    """
+    if size < 1 or seq_len < 2 or (batch_size is not None and batch_size < 1):
+        raise CalibrationError(
+            f"calib_size {size}, calib_seq_len {seq_len} and batch_size {batch_size} must be at "
+            "least 1, 2 and 1"
+        )
+    origin, ids = _sequences(data, source, size, seq_len, trust_remote_code)
+    batches = tuple(ids) if ids and ids[0].ndim == 2 else tuple(_batch(ids[:size], batch_size or 8))
+    if not sum(batch.numel() for batch in batches):
+        raise CalibrationError(
+            f"the calibration data ({origin}) holds no tokens; give text, or token ids [B, T]"
+        )
+    _check_ids(batches, vocab_size, origin)
+    return CalibrationData(batches, origin)
+
+
+def _sequences(
+    data: CalibData, source: Path, size: int, seq_len: int, trust: bool
+) -> tuple[str, list[Tensor]]:
+    """Return (origin, 1-D sequences), or 2-D batches where the caller made batches."""
+    if data is None:
+        from modelopt_lite.calibrate.text import calibration_text
+
+        tokenizer = load_tokenizer(source, trust)
+        return "pydoc_data.topics", _blocks(tokenizer, calibration_text(), seq_len, size)
+    if isinstance(data, str | Path):
+        return str(data), _from_file(Path(data), source, size, seq_len, trust)
+    items = list(data)
+    if all(isinstance(item, str) for item in items):
+        tokenizer = load_tokenizer(source, trust)
+        texts = [str(item) for item in items[:size]]
+        return "a list of texts", [_encode(tokenizer, text)[:seq_len] for text in texts]
+    return "batches of token ids", [_as_batch(item, index) for index, item in enumerate(items)]
+
+
+def _as_batch(item: Any, index: int) -> Tensor:
+    if not isinstance(item, Tensor) or item.ndim != 2 or item.is_floating_point():
+        what = f"{item.dtype} {list(item.shape)}" if isinstance(item, Tensor) else type(item)
+        raise CalibrationError(
+            f"calibration batch {index} is {what}; give integer token ids of shape [B, T]"
+        )
+    return item.to(torch.int64)
+
+
+def _from_file(path: Path, source: Path, size: int, seq_len: int, trust: bool) -> list[Tensor]:
+    if not path.is_file():
+        raise CalibrationError(f"the calibration file {path} does not exist; check the path")
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        from modelopt_lite.checkpoint.names import natural_key
+
+        tensors = load_file(path)
+        ids = [tensors[name] for name in sorted(tensors, key=natural_key)]
+        return [_as_batch(t if t.ndim != 1 else t[None], i) for i, t in enumerate(ids)]
+    tokenizer = load_tokenizer(source, trust)
+    if path.suffix == ".txt":
+        return _blocks(tokenizer, path.read_text(encoding="utf-8"), seq_len, size)
+    samples = _take(_records(path), size)
+    return [_encode_record(tokenizer, record, path)[:seq_len] for record in samples]
+
+
+def _take(records: Iterator[Any], size: int) -> Iterator[Any]:
+    for _, record in zip(range(size), records, strict=False):
+        yield record
+
+
+def _records(path: Path) -> Iterator[Any]:
+    try:
+        if path.suffix == ".jsonl":
+            with path.open(encoding="utf-8") as lines:
+                yield from (json.loads(line) for line in lines if line.strip())
+        elif path.suffix == ".json":
+            yield from json.loads(path.read_text(encoding="utf-8"))
+        elif path.suffix == ".parquet":
+            yield from _parquet(path)
+        else:
+            raise CalibrationError(
+                f"the calibration file {path} has an unknown ending; use .txt, .jsonl, .json, "
+                ".parquet or .safetensors"
+            )
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"the calibration file {path} is no valid JSON: {error}") from error
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise CalibrationError(
+            f"reading {path} needs pyarrow: pip install 'modelopt-lite[parquet]'"
+        ) from error
+    for batch in parquet.ParquetFile(path).iter_batches():
+        yield from batch.to_pylist()
+
+
+def _encode_record(tokenizer: Any, record: Any, path: Path) -> Tensor:
+    """One sample: a text, or a mapping with "text" or with the "messages" of a chat."""
+    if isinstance(record, str):
+        return _encode(tokenizer, record)
+    if isinstance(record, dict) and isinstance(record.get("text"), str):
+        return _encode(tokenizer, record["text"])
+    if isinstance(record, dict) and isinstance(record.get("messages"), list):
+        text = tokenizer.apply_chat_template(record["messages"], tokenize=False)
+        return _encode(tokenizer, text, special=False)
+    raise CalibrationError(
+        f'a sample of {path} is {str(record)[:80]!r}; give texts, or objects with "text" or '
+        '"messages"'
+    )
+
+
+def load_tokenizer(source: Path, trust_remote_code: bool) -> Any:
+    """Return the checkpoint's tokenizer.
+
+    Raises:
+        CalibrationError: There is none, or it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            source, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # transformers and tokenizers raise many kinds here
+        raise CalibrationError(
+            f"the checkpoint {source} has no tokenizer that loads ({error}); give calib_data as "
+            "token ids, or use a recipe that needs no calibration data"
+        ) from error
+
+
+def _encode(tokenizer: Any, text: str, *, special: bool = True) -> Tensor:
+    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _blocks(tokenizer: Any, text: str, seq_len: int, size: int) -> list[Tensor]:
+    """Cut a long text to blocks; each begins as the tokenizer begins a text (BOS, if it has one).
+
+    A text shorter than a block is one sequence as it is; otherwise the rest is dropped.
+    """
+    whole = _encode(tokenizer, text)
+    plain = _encode(tokenizer, text, special=False)
+    start = whole[: max(0, len(whole) - len(plain))]
+    if len(start) and not torch.equal(whole[len(start) :], plain):
+        start = start[:0]  # special tokens at the end only
+    width = seq_len - len(start)
+    if len(plain) <= width:
+        return [torch.cat([start, plain])] if len(plain) else []
+    count = min(size, len(plain) // width)
+    return [torch.cat([start, plain[i * width : (i + 1) * width]]) for i in range(count)]
+
+
+def _batch(sequences: Iterable[Tensor], batch_size: int) -> Iterator[Tensor]:
+    """Batch sequences of equal length, lengths in the order in which they first occur."""
+    by_length: dict[int, list[Tensor]] = {}
+    for sequence in sequences:
+        if len(sequence):
+            by_length.setdefault(len(sequence), []).append(sequence)
+    for group in by_length.values():
+        for start in range(0, len(group), batch_size):
+            yield torch.stack(group[start : start + batch_size])
+
+
+def _check_ids(batches: Iterable[Tensor], vocab_size: int | None, origin: str) -> None:
+    for index, batch in enumerate(batches):
+        if not batch.numel():
+            continue
+        low, high = int(batch.min()), int(batch.max())
+        if low < 0 or (vocab_size is not None and high >= vocab_size):
+            bad = low if low < 0 else high
+            raise CalibrationError(
+                f"calibration batch {index} ({origin}) holds the token id {bad}, outside of the "
+                f"model's vocabulary 0..{(vocab_size or 0) - 1}; tokenize with this checkpoint's "
+                "own tokenizer"
+            )

@@ -1,0 +1,232 @@
+"""Present an already quantized checkpoint as plain tensors, decoded one at a time.
+
+Read: block FP8 as DeepSeek stores it, FP8 with a scale per tensor or per row (transformers,
+compressed-tensors, modelopt), MXFP4 as gpt-oss stores it, and NVFP4 in the modelopt dialect, our
+own exports among them. Any other quantized source is refused while only headers have been read.
+
+Sources: transformers 5.14.1 ``integrations/{finegrained_fp8,mxfp4}.py`` for the first and the
+third; the checkpoint format pages of compressed-tensors 0.14; Model Optimizer 0.47's exports.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelopt_lite.checkpoint.header import TensorInfo
+from modelopt_lite.checkpoint.layouts import (
+    QUANT_KEYS,
+    Encoded,
+    decoded_shape,
+    find_layouts,
+    find_quantization,
+    refuse_foreign,
+)
+from modelopt_lite.checkpoint.reader import Checkpoint, check_out
+from modelopt_lite.errors import CheckpointError, NonFiniteError
+from modelopt_lite.formats import fp8, fp8_block, mxfp4
+from modelopt_lite.formats.linear import FORMATS
+
+_MODEL_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_KV_SCALE = re.compile(r"(^|[._])((q|k|v|kv|prob)_scale|[kv]_proj\.output_scale)$")
+_INPUT_SCALE = re.compile(r"[._](input_scale|activation_scale)$")
+
+
+class DequantizedSource:
+    """A quantized checkpoint behind the reading interface of ``Checkpoint``.
+
+    Attributes:
+        base: The checkpoint as it lies on disk.
+        config: Its config without the quantization sections, at every level.
+        quantization: The section that was found.
+        tensors: The presented tensors, in the order of their codes on disk. A decoded one has
+            the model's dtype, its decoded shape, and the place of its codes.
+        encoded: How each decoded tensor is stored.
+        consumed: The tensors on disk that each decoded one is made of.
+        dropped: Tensors on disk that are not presented, each with the reason. ``tensors`` that
+            are not in ``consumed``, the values of ``consumed``, and these are all of ``base``.
+
+    Raises:
+        UnsupportedSourceError: The source is quantized in a way that is not read here.
+        CheckpointError: A code tensor lacks its scale, or their shapes disagree.
+    """
+
+    def __init__(self, base: Checkpoint, quantization: Mapping[str, Any]) -> None:
+        self.base = base
+        self.quantization = dict(quantization)
+        self.config: dict[str, Any] = _without_quantization(base.config)
+        self.dtype = model_dtype(base.config)
+        self.encoded: dict[str, Encoded] = dict(find_layouts(base, self.quantization))
+        self.consumed = {name: (e.codes, *e.scales) for name, e in self.encoded.items()}
+        self.dropped: dict[str, str] = {}
+        self.tensors: dict[str, TensorInfo] = self._present()
+
+    def __enter__(self) -> DequantizedSource:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's folder."""
+        return self.base.path
+
+    @property
+    def notes(self) -> list[str]:
+        """See ``Checkpoint.notes``."""
+        return self.base.notes
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from disk so far."""
+        return self.base.bytes_read
+
+    @property
+    def reads(self) -> Counter[str]:
+        """How often each tensor on disk was read."""
+        return self.base.reads
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the tensors on disk, which are fewer than those of the presented ones."""
+        return self.base.total_bytes
+
+    @cached_property
+    def input_scales(self) -> dict[str, float]:
+        """Static activation scales by module (``….q_proj``, ``….experts.gate_up_proj``)."""
+        scales = {}
+        for name in self.dropped:
+            if (match := _INPUT_SCALE.search(name)) and self.base.tensors[name].numel == 1:
+                scales[name[: match.start()]] = float(self.base.read(name).reshape(()))
+        return scales
+
+    def fingerprint(self) -> str:
+        """See ``Checkpoint.fingerprint``."""
+        return self.base.fingerprint()
+
+    def close(self) -> None:
+        """See ``Checkpoint.close``."""
+        self.base.close()
+
+    def read(self, name: str, out: Tensor | None = None) -> Tensor:
+        """Read one tensor into host memory, decoded; see ``Checkpoint.read``.
+
+        Memory beyond the result: the codes, the scales, and float32 temporaries of the format.
+
+        Raises:
+            NonFiniteError: An MXFP4 scale is NaN. Other formats pass a NaN on in the values.
+        """
+        encoded = self.encoded.get(name)
+        if encoded is None:
+            return self.base.read(name, out)
+        info = self.tensors[name]
+        if out is not None:
+            check_out(out, info)
+        codes = self.base.read(encoded.codes)
+        scales = [self.base.read(scale) for scale in encoded.scales]
+        value = _decode(info, encoded, codes, scales)
+        if out is None:
+            return value.contiguous()
+        out.detach().copy_(value.reshape(out.shape))
+        return out
+
+    def _present(self) -> dict[str, TensorInfo]:
+        decoded = {encoded.codes: name for name, encoded in self.encoded.items()}
+        scales = {scale for encoded in self.encoded.values() for scale in encoded.scales}
+        tensors = {}
+        for stored, info in self.base.tensors.items():
+            if stored in decoded:
+                name = decoded[stored]
+                if name != stored and name in self.base.tensors:
+                    raise CheckpointError(
+                        f"{self.base.path}: holds both {name!r} and {stored!r}, two versions of "
+                        "one tensor; remove one of them"
+                    )
+                shape = decoded_shape(self.base, self.encoded[name])
+                tensors[name] = TensorInfo(name, self.dtype, shape, info.file, info.start, info.end)
+            elif _INPUT_SCALE.search(stored):
+                self.dropped[stored] = "activation scale of the source's own quantization"
+            elif _KV_SCALE.search(stored):
+                self.dropped[stored] = "KV-cache scale of the source's own quantization"
+            elif stored not in scales:
+                refuse_foreign(self.base, info, self.quantization)
+                tensors[stored] = info
+        return tensors
+
+
+Source = Checkpoint | DequantizedSource
+
+
+def open_source(path: Path) -> Source:
+    """Open a checkpoint folder; a quantized one is decoded on reading.
+
+    Raises:
+        CheckpointError: As ``Checkpoint``; and codes without scales, or the reverse.
+        UnsupportedSourceError: Quantized in a way that is not read here.
+    """
+    base = Checkpoint(path)
+    quantization = find_quantization(base)
+    if quantization is not None:
+        return DequantizedSource(base, quantization)
+    for info in base.tensors.values():
+        refuse_foreign(base, info, {})
+    return base
+
+
+def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype that a config states, at the top or in ``text_config``; else bfloat16."""
+    text = config.get("text_config")
+    for section in (config, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            name = str(section.get(key)).removeprefix("torch.")
+            if name in _MODEL_DTYPES:
+                return _MODEL_DTYPES[name]
+    return torch.bfloat16
+
+
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_quantization(value) if isinstance(value, dict) else copy.deepcopy(value)
+        for key, value in config.items()
+        if key not in QUANT_KEYS
+    }
+
+
+def _decode(info: TensorInfo, encoded: Encoded, codes: Tensor, scales: list[Tensor]) -> Tensor:
+    scale = scales[0]
+    if encoded.format == "mxfp4":
+        if bool((scale == 255).any()):
+            raise NonFiniteError(
+                f"{info.file}: scale {encoded.scales[0]!r} holds a NaN (byte 255); the source is "
+                "damaged, download or save it again"
+            )
+        return mxfp4.dequantize(codes, scale, info.dtype, input_major=True)
+    if encoded.block is not None:
+        return fp8_block.dequantize(codes, scale.float(), encoded.block, info.dtype)
+    if encoded.format == "fp8":
+        return fp8.dequantize(codes, scale.float().reshape(()), info.dtype)
+    stacked = codes.ndim == 3  # [E, in, out], rows of the matrices are the last axis
+    if encoded.format == "fp8_per_channel_per_token":
+        rows = scale.float().unsqueeze(1) if stacked else scale.float().reshape(-1, 1)
+        return fp8.dequantize(codes, rows, info.dtype)
+    named = {"weight": codes, "weight_scale": scale, "weight_scale_2": scales[1].reshape(())}
+    return FORMATS[encoded.format].dequantize(named, info.dtype, input_major=stacked)

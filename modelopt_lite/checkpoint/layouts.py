@@ -1,0 +1,261 @@
+"""Find out from names, dtypes and shapes how a quantized checkpoint stores each tensor.
+
+Only configs and headers are looked at, so that what cannot be decoded is refused before any
+weight is read. Layouts and their sources: see ``dequant``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from modelopt_lite.checkpoint.header import TensorInfo
+from modelopt_lite.checkpoint.reader import Checkpoint, read_json
+from modelopt_lite.errors import CheckpointError, UnsupportedSourceError
+
+QUANT_KEYS = ("quantization_config", "compression_config")
+_MODELOPT_ALGOS = {None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"}
+_FP8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
+# Tensors that exist only in quantized checkpoints. One that is left when all known layouts are
+# taken out belongs to a layout that is not read here.
+_FOREIGN = re.compile(
+    r"[._](weight_scale|weight_scale_2|weight_scale_inv|scale_inv|pre_quant_scale|weight_packed"
+    r"|weight_global_scale|input_global_scale|weight_zero_point|weight_shape|qweight|qzeros"
+    r"|g_idx|absmax|quant_map)$"
+)
+_FOREIGN_BYTES = re.compile(r"[._](blocks|scales)$")  # ordinary words, so only with a byte dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """How one presented tensor is stored.
+
+    Attributes:
+        format: ``fp8_block``, ``mxfp4``, or a key of ``formats.linear.FORMATS``.
+        codes: Name on disk of the codes.
+        scales: Names on disk of the scales, the block or row scale first.
+        block: Rows and columns per scale; only ``fp8_block`` has them.
+    """
+
+    format: str
+    codes: str
+    scales: tuple[str, ...]
+    block: tuple[int, int] | None = None
+
+
+def find_quantization(base: Checkpoint) -> dict[str, Any] | None:
+    """Return the quantization section of ``config.json`` or ``hf_quant_config.json``, or None."""
+    for section in _sections(base.config):
+        for key in QUANT_KEYS:
+            if section.get(key):
+                if not isinstance(section[key], dict):
+                    raise CheckpointError(f"{base.path / 'config.json'}: {key} is not an object")
+                return dict(section[key])
+    beside = base.path / "hf_quant_config.json"
+    if not beside.exists():
+        return None
+    quantization = read_json(beside).get("quantization")
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{beside}: has no object 'quantization'; restore the file")
+    return {"quant_method": "modelopt", **quantization}
+
+
+def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a config and every config nested in it."""
+    yield config
+    for key, value in config.items():
+        if isinstance(value, dict) and key not in QUANT_KEYS:
+            yield from _sections(value)
+
+
+def _unsupported(base: Checkpoint, what: str) -> UnsupportedSourceError:
+    return UnsupportedSourceError(
+        f"{base.path}: the source is quantized with {what}, which cannot be decoded exactly; give "
+        "the original checkpoint, or one in FP8, MXFP4 (gpt-oss) or modelopt NVFP4"
+    )
+
+
+def refuse_foreign(base: Checkpoint, info: TensorInfo, quantization: Mapping[str, Any]) -> None:
+    """Refuse a tensor that is left over although only a quantized checkpoint has such a one."""
+    if info.dtype in _FP8_DTYPES:
+        raise CheckpointError(
+            f"{base.path}: tensor {info.name!r} holds FP8 codes but no scale for it was found; "
+            "restore its scale tensor and the quantization_config of config.json"
+        )
+    packed = info.dtype == torch.uint8 and _FOREIGN_BYTES.search(info.name)
+    if packed or _FOREIGN.search(info.name):
+        method = quantization.get("quant_method", "no method in its config")
+        raise _unsupported(base, f"{method} and the tensor {info.name!r}")
+
+
+def find_layouts(
+    base: Checkpoint, quantization: Mapping[str, Any]
+) -> Iterator[tuple[str, Encoded]]:
+    """Yield presented names with their layouts; dispatch on the method once, for all tensors."""
+    method = str(quantization.get("quant_method"))
+    if method == "mxfp4":
+        return _mxfp4_layouts(base)
+    if method == "fp8":
+        return _fp8_layouts(base, _block(base, quantization.get("weight_block_size")))
+    if method == "compressed-tensors":
+        return _fp8_layouts(base, _compressed_block(base, quantization))
+    if method.startswith("modelopt"):
+        algo = quantization.get("quant_algo")
+        if algo not in _MODELOPT_ALGOS:
+            raise _unsupported(base, f"{method} {algo}")
+        return _modelopt_layouts(base, str(algo).lower())
+    raise _unsupported(base, method)
+
+
+def _block(base: Checkpoint, value: object) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(type(n) is int and n > 0 for n in value)
+    ):
+        raise CheckpointError(
+            f"{base.path / 'config.json'}: weight_block_size {value!r} is not a pair of positive "
+            "integers; repair the config"
+        )
+    return value[0], value[1]
+
+
+def _compressed_block(base: Checkpoint, quantization: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Check that a compressed-tensors section means plain FP8; return its block, if it has one."""
+    kind = quantization.get("format")
+    groups = quantization.get("config_groups")
+    sparsity = quantization.get("sparsity_config") or {}
+    if kind != "float-quantized" or not isinstance(groups, dict):
+        raise _unsupported(base, f"compressed-tensors {kind}")
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        raise _unsupported(base, f"compressed-tensors sparsity {sparsity.get('format')}")
+    blocks = set()
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        weights = weights if isinstance(weights, dict) else {}
+        strategy = weights.get("strategy")
+        plain = weights.get("num_bits") == 8 and weights.get("type") == "float"
+        if not plain or strategy not in {"tensor", "channel", "block"}:
+            raise _unsupported(base, f"compressed-tensors weights {weights}")
+        block = weights.get("block_structure") if strategy == "block" else None
+        blocks.add(_block(base, block))
+    if len(blocks) > 1:
+        raise _unsupported(
+            base, f"compressed-tensors with the block sizes {sorted(map(str, blocks))}"
+        )
+    return blocks.pop() if blocks else None
+
+
+def _fp8_layouts(base: Checkpoint, block: tuple[int, int] | None) -> Iterator[tuple[str, Encoded]]:
+    for scale, info in base.tensors.items():
+        codes = _codes_of(base, scale, ("_scale_inv", "_scale"))
+        if codes is None or base.tensors[codes].dtype != torch.float8_e4m3fn:
+            continue
+        kind = _fp8_kind(base, base.tensors[codes], info, block)
+        yield codes, Encoded(kind, codes, (scale,), block if kind == "fp8_block" else None)
+
+
+def _codes_of(base: Checkpoint, scale: str, suffixes: tuple[str, ...]) -> str | None:
+    """Return the tensor that a scale's name belongs to, if there is one of that name."""
+    for suffix in suffixes:
+        if scale.endswith(suffix) and scale.removesuffix(suffix) in base.tensors:
+            return scale.removesuffix(suffix)
+    return None
+
+
+def _fp8_kind(
+    base: Checkpoint, codes: TensorInfo, scale: TensorInfo, block: tuple[int, int] | None
+) -> str:
+    """Tell a scale's meaning from its shape.
+
+    Where blocks are declared they come first: a grid of one block has the shape of a scalar, and
+    decodes to the same.
+    """
+    if not scale.dtype.is_floating_point:
+        raise _unsupported(base, f"the integer scale {scale.name!r}")
+    if block is not None and len(codes.shape) == 2:
+        grid = tuple(-(-size // per) for size, per in zip(codes.shape, block, strict=True))
+        if scale.shape == grid:
+            return "fp8_block"
+    if scale.numel == 1:
+        return "fp8"
+    rows = codes.shape[0] if len(codes.shape) == 2 else 0
+    if scale.shape in {(rows,), (rows, 1)}:
+        return "fp8_per_channel_per_token"
+    if len(codes.shape) == 3 and scale.shape == (codes.shape[0], codes.shape[2]):
+        return "fp8_per_channel_per_token"
+    raise CheckpointError(
+        f"{base.path}: scale {scale.name!r} of shape {list(scale.shape)} does not fit "
+        f"{codes.name!r} of shape {list(codes.shape)}"
+        + (f" in blocks of {list(block)}" if block else "")
+        + "; save the checkpoint again"
+    )
+
+
+def _modelopt_layouts(base: Checkpoint, algo: str) -> Iterator[tuple[str, Encoded]]:
+    """Pair ``X.weight`` with ``X.weight_scale``, and stacked ``X`` with ``X_weight_scale``."""
+    for scale, info in base.tensors.items():
+        codes = _codes_of(base, scale, ("_weight_scale", "_scale"))
+        if codes is None:
+            continue
+        stored = base.tensors[codes]
+        if stored.dtype == torch.float8_e4m3fn:
+            yield codes, Encoded(_fp8_kind(base, stored, info, None), codes, (scale,))
+        elif stored.dtype == torch.uint8:
+            second = f"{scale}_2"
+            if second not in base.tensors:
+                raise CheckpointError(
+                    f"{base.path}: tensor {codes!r} lacks {second!r}; restore the scale tensor"
+                )
+            kind = "w4a16_nvfp4" if algo == "w4a16_nvfp4" else "nvfp4"
+            yield codes, Encoded(kind, codes, (scale, second))
+
+
+def _mxfp4_layouts(base: Checkpoint) -> Iterator[tuple[str, Encoded]]:
+    for codes, info in base.tensors.items():
+        if codes.endswith("_blocks") and info.dtype == torch.uint8:
+            name = codes.removesuffix("_blocks")
+            scale = f"{name}_scales"
+            if scale not in base.tensors:
+                raise CheckpointError(
+                    f"{base.path}: tensor {codes!r} lacks {scale!r}; restore the scale tensor"
+                )
+            yield name, Encoded("mxfp4", codes, (scale,))
+
+
+def decoded_shape(base: Checkpoint, encoded: Encoded) -> tuple[int, ...]:
+    """Return the shape that codes decode to, after checking the scales' shapes against it."""
+    codes = base.tensors[encoded.codes]
+    scale = base.tensors[encoded.scales[0]]
+    shape = codes.shape
+    decoded: tuple[int, ...] = ()
+    if encoded.format == "mxfp4":
+        good = len(shape) == 4 and shape[3] == 16 and scale.shape == shape[:3]
+        good = good and scale.dtype == torch.uint8
+        decoded = (shape[0], shape[2] * 32, shape[1]) if good else decoded  # [E, in, out]
+    elif encoded.format in {"nvfp4", "w4a16_nvfp4"}:
+        axis = len(shape) - 1 if len(shape) == 2 else 1  # stacked experts are [E, in, out]
+        good = len(shape) in {2, 3} and shape[axis] % 8 == 0
+        good = good and base.tensors[encoded.scales[1]].numel == 1
+        good = good and scale.dtype == torch.float8_e4m3fn
+        good = good and scale.shape == _times(shape, axis, 1, 8)
+        decoded = _times(shape, axis, 2, 1) if good else decoded
+    else:
+        return shape
+    if not good:
+        raise CheckpointError(
+            f"{base.path}: scale {scale.name!r} {scale.dtype} {list(scale.shape)} does not fit the "
+            f"{encoded.format} codes {codes.name!r} of shape {list(shape)}; save the checkpoint "
+            "again"
+        )
+    return decoded
+
+
+def _times(shape: tuple[int, ...], axis: int, factor: int, divisor: int) -> tuple[int, ...]:
+    return (*shape[:axis], shape[axis] * factor // divisor, *shape[axis + 1 :])

@@ -1,0 +1,383 @@
+"""Write a checkpoint whose every byte has its place before the first one is written.
+
+``plan_layout`` fixes shards, headers and offsets from names, dtypes and shapes alone;
+``StreamingWriter`` makes the files at full size and puts each tensor at its offset as it comes.
+So the order of writing cannot change the files, and a full disk is found at the start.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from modelopt_lite.checkpoint.header import DTYPE_NAMES, TensorInfo
+from modelopt_lite.checkpoint.reader import INDEX_FILE, SINGLE_FILE, byte_view
+from modelopt_lite.errors import CheckpointError, InternalError, OutputError, RecipeError
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[f"{_letter}IB"] = 1024**_power
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_CHUNK = 8 << 20
+# copy_file_range refuses some pairs of files (other file system, old kernel, odd mount) that a
+# plain copy takes; after EIO the plain copy tells which of the two files is at fault.
+_NO_RANGE_COPY = {
+    errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF,
+    errno.ETXTBSY, errno.EIO,
+}  # fmt: skip
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
+
+TensorPlan = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+def parse_size(value: str | int) -> int:
+    """Return a size in bytes.
+
+    Args:
+        value: A count of bytes, or a number with a unit: B, KB, MB, GB, TB (powers of 1000) or
+            KiB, MiB, GiB, TiB (powers of 1024), in any case. Fractions of a byte are cut.
+
+    Raises:
+        RecipeError: Not such a size, or less than one byte.
+    """
+    match = _SIZE.fullmatch(str(value))
+    factor = _UNITS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise RecipeError(f"size {value!r} is not understood; write 10GB, 512MiB or 5000000000")
+    whole, _, fraction = match[1].partition(".")
+    size: int = int(whole + fraction) * factor // 10 ** len(fraction)
+    if size < 1:
+        raise RecipeError(f"size {value!r} is less than one byte; write 10GB, 512MiB or 5000000000")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """One file to be: its header bytes, length included, and the tensors that follow."""
+
+    name: str
+    header: bytes
+    tensors: tuple[TensorInfo, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """Every byte of a checkpoint's weight files and index.
+
+    Attributes:
+        files: The shards in order; paths of their tensors are relative to the folder to be.
+        total_size: Bytes of all tensors, as the index states.
+        index: The bytes of ``model.safetensors.index.json``; empty where one file holds all.
+    """
+
+    files: tuple[ShardFile, ...]
+    total_size: int
+    index: bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on disk: headers, tensors and index."""
+        return sum(file.size for file in self.files) + len(self.index)
+
+
+def plan_layout(tensors: Sequence[TensorPlan], max_shard_size: int) -> ShardLayout:
+    """Divide tensors into shards, in the given order.
+
+    A shard is closed when the next tensor would take its tensors' bytes above
+    ``max_shard_size``; only a single tensor above the limit exceeds it, alone in its shard. The
+    header, a few hundred bytes per tensor at most, is not counted. Within a shard the tensors lie
+    by descending item size, then in the given order, so each is aligned to its item size.
+
+    Raises:
+        InternalError: No tensors, a name given twice, or a dtype that safetensors lacks.
+    """
+    if not tensors:
+        raise InternalError("a checkpoint without tensors was planned")
+    seen: set[str] = set()
+    groups: list[list[TensorInfo]] = [[]]
+    filled = 0
+    for name, dtype, shape in tensors:
+        if name in seen or name == "__metadata__":
+            raise InternalError(f"tensor {name!r} was planned twice or has a reserved name")
+        if dtype not in DTYPE_NAMES:
+            raise InternalError(f"tensor {name!r} has dtype {dtype}, which safetensors lacks")
+        seen.add(name)
+        info = TensorInfo(name, dtype, tuple(shape), Path(), 0, 0)
+        if groups[-1] and filled + info.nbytes > max_shard_size:
+            groups.append([])
+            filled = 0
+        groups[-1].append(info)
+        filled += info.nbytes
+    count = len(groups)
+    files = tuple(
+        _plan_file(f"model-{i:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE_FILE, group)
+        for i, group in enumerate(groups, start=1)
+    )
+    total_size = sum(info.nbytes for group in groups for info in group)
+    return ShardLayout(files, total_size, _index(files, total_size) if count > 1 else b"")
+
+
+def _plan_file(name: str, tensors: list[TensorInfo]) -> ShardFile:
+    ordered = sorted(tensors, key=lambda info: -info.dtype.itemsize)  # stable
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for info in ordered:
+        entries[info.name] = {
+            "dtype": DTYPE_NAMES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [offset, offset + info.nbytes],
+        }
+        offset += info.nbytes
+    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    header = len(raw).to_bytes(8, "little") + raw
+    position = len(header)
+    placed = []
+    for info in ordered:
+        end = position + info.nbytes
+        placed.append(TensorInfo(info.name, info.dtype, info.shape, Path(name), position, end))
+        position = end
+    return ShardFile(name, header, tuple(placed), position)
+
+
+def _index(files: tuple[ShardFile, ...], total_size: int) -> bytes:
+    weight_map = {info.name: file.name for file in files for info in file.tensors}
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    # sort_keys, indent and the last newline as transformers writes them
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+class StreamingWriter:
+    """Write the tensors of a layout in any order, from any thread.
+
+    The files are made at full size when the writer is. ``finish`` completes the checkpoint;
+    leaving the ``with`` block without it closes the files and leaves them incomplete, for the
+    owner of the folder to remove.
+
+    Raises:
+        OutputError: The folder cannot be written, a file exists already, or the disk is too
+            small; files made until then are removed.
+    """
+
+    def __init__(self, folder: Path, layout: ShardLayout) -> None:
+        self.folder = Path(folder)
+        self.layout = layout
+        self._slots = {info.name: info for file in layout.files for info in file.tensors}
+        self._started: set[str] = set()
+        self._done: set[str] = set()
+        self._lock = threading.Lock()
+        self._fds: dict[str, int] = {}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for file in layout.files:
+                self._create(file)
+        except OSError as error:
+            made = list(self._fds)
+            self.close()
+            for name in made:
+                (self.folder / name).unlink(missing_ok=True)
+            raise self._output_error(error) from error
+
+    def __enter__(self) -> StreamingWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def write(self, name: str, tensor: Tensor, *, again: bool = False) -> None:
+        """Write a tensor of any device and strides.
+
+        Args:
+            name: A name of the layout.
+            tensor: Its values, in the planned dtype and shape.
+            again: It may have been written before; the last values stay.
+
+        Raises:
+            InternalError: A name out of the layout or, unless ``again``, written already;
+                another dtype or shape than planned; a tensor without data (meta device).
+            OutputError: The write failed.
+        """
+        if tensor.device.type == "meta":
+            raise InternalError(f"tensor {name!r} reached the writer without data (meta device)")
+        slot = self._claim(name, tensor.dtype, tuple(tensor.shape), again=again)
+        if slot.numel:
+            data = byte_view(tensor.detach().to("cpu").contiguous())
+            try:
+                _pwrite(self._fds[str(slot.file)], data, slot.start)
+            except OSError as error:
+                raise self._output_error(error) from error
+        self._complete(name)
+
+    def copy(self, name: str, source: TensorInfo) -> None:
+        """Copy a tensor's bytes as they are in a source file, inside the kernel where it can.
+
+        Raises:
+            InternalError: As ``write``; also where ``source`` is decoded on reading, so that its
+                bytes on disk are not the tensor.
+            CheckpointError: The source cannot be read.
+            OutputError: The write failed.
+        """
+        if source.end - source.start != source.nbytes:
+            raise InternalError(f"tensor {source.name!r} is not stored as it is presented")
+        slot = self._claim(name, source.dtype, source.shape)
+        try:
+            source_fd = os.open(source.file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{source.file}: cannot be read ({error.strerror})") from error
+        try:
+            self._copy_bytes(source_fd, source, slot)
+        finally:
+            os.close(source_fd)
+        self._complete(name)
+
+    def finish(self) -> None:
+        """Check that every tensor was written, write the index, and bring all to the disk.
+
+        Raises:
+            InternalError: Tensors are missing.
+            OutputError: The write failed.
+        """
+        missing = [name for name in self._slots if name not in self._done]
+        if missing:
+            raise InternalError(
+                f"{len(missing)} of {len(self._slots)} planned tensors were never written, "
+                f"the first is {missing[0]!r}"
+            )
+        try:
+            for fd in self._fds.values():
+                os.fsync(fd)
+            if self.layout.index:
+                with (self.folder / INDEX_FILE).open("xb") as file:
+                    file.write(self.layout.index)
+                    file.flush()
+                    os.fsync(file.fileno())
+            _sync_folder(self.folder)
+        except OSError as error:
+            raise self._output_error(error) from error
+        self.close()
+
+    def close(self) -> None:
+        """Close the files without a check; ``finish`` does it by itself."""
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    def _create(self, file: ShardFile) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = self._fds[file.name] = os.open(self.folder / file.name, flags, 0o666)
+        try:
+            os.posix_fallocate(fd, 0, file.size)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+            os.ftruncate(fd, file.size)
+        _pwrite(fd, memoryview(file.header), 0)
+
+    def _claim(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], *, again: bool = False
+    ) -> TensorInfo:
+        slot = self._slots.get(name)
+        if slot is None:
+            raise InternalError(f"tensor {name!r} is not part of the planned checkpoint")
+        if (slot.dtype, slot.shape) != (dtype, shape):
+            raise InternalError(
+                f"tensor {name!r} was planned as {slot.dtype} {list(slot.shape)} but came as "
+                f"{dtype} {list(shape)}"
+            )
+        with self._lock:
+            if name in self._started and not again:
+                raise InternalError(f"tensor {name!r} was written twice")
+            self._started.add(name)
+        return slot
+
+    def _complete(self, name: str) -> None:
+        with self._lock:
+            self._done.add(name)
+
+    def _copy_bytes(self, source_fd: int, source: TensorInfo, slot: TensorInfo) -> None:
+        fd = self._fds[str(slot.file)]
+        try:
+            done = _range_copy(source_fd, source, fd, slot)
+            while done < slot.nbytes:
+                data = _read_chunk(source_fd, source, done)
+                _pwrite(fd, memoryview(data), slot.start + done)
+                done += len(data)
+        except OSError as error:
+            raise self._output_error(error) from error
+
+    def _output_error(self, error: OSError) -> OutputError:
+        if error.errno == errno.EEXIST:
+            return OutputError(f"{error.filename}: exists already; remove it or choose another")
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            free = shutil.disk_usage(self.folder).free
+            return OutputError(
+                f"{self.folder}: the weights need {self.layout.total_bytes} bytes, {free} are "
+                f"free ({error.strerror}); free some space or choose another export_dir"
+            )
+        return OutputError(
+            f"{self.folder}: cannot be written ({error.strerror or error}); check the folder's "
+            "permissions and the disk, or choose another export_dir"
+        )
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data``; the kernel may take less at a time (2 GiB at most)."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)
+
+
+def _range_copy(source_fd: int, source: TensorInfo, fd: int, slot: TensorInfo) -> int:
+    """Copy inside the kernel; return the bytes done, fewer where the kernel would not go on."""
+    done = 0
+    while done < slot.nbytes:
+        try:
+            count = os.copy_file_range(
+                source_fd, fd, slot.nbytes - done, source.start + done, slot.start + done
+            )
+        except OSError as error:
+            if error.errno not in _NO_RANGE_COPY:
+                raise
+            return done
+        if not count:
+            return done
+        done += count
+    return done
+
+
+def _read_chunk(fd: int, source: TensorInfo, done: int) -> bytes:
+    try:
+        data = os.pread(fd, min(_CHUNK, source.nbytes - done), source.start + done)
+    except OSError as error:
+        raise CheckpointError(f"{source.file}: cannot be read ({error.strerror})") from error
+    if not data:
+        raise CheckpointError(
+            f"{source.file}: ends inside tensor {source.name!r}; it changed since its header was "
+            "read, start again"
+        )
+    return data
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,89 @@
+"""Every error that a user can meet, each with a stable code.
+
+A message says what is wrong, the value that is wrong, and what to do about it. The command line
+prints it without a traceback and exits with status 1.
+"""
+
+from __future__ import annotations
+
+
+class ModelOptLiteError(Exception):
+    """Base of all errors of this package. ``code`` is stable across releases."""
+
+    code = "MOL000"
+
+
+class CheckpointError(ModelOptLiteError):
+    """A source or exported checkpoint is incomplete, damaged or of an unknown kind."""
+
+    code = "MOL100"
+
+
+class UnsupportedSourceError(CheckpointError):
+    """The source is already quantized in a way that cannot be read exactly."""
+
+    code = "MOL110"
+
+
+class SpecError(ModelOptLiteError):
+    """A model spec is missing, contradictory, or refused by the installed transformers."""
+
+    code = "MOL200"
+
+
+class RecipeError(ModelOptLiteError, ValueError):
+    """An unknown recipe, format or option, or a pattern that matches nothing."""
+
+    code = "MOL300"
+
+
+class ShapeError(ModelOptLiteError, ValueError):
+    """A matrix cannot be divided into the blocks that its format needs."""
+
+    code = "MOL310"
+
+
+class CalibrationError(ModelOptLiteError):
+    """Calibration data is missing, empty, out of range, or never reached a quantizer."""
+
+    code = "MOL400"
+
+
+class NonFiniteError(ModelOptLiteError, ValueError):
+    """A weight or an activation holds NaN or infinity."""
+
+    code = "MOL410"
+
+
+class OutputError(ModelOptLiteError):
+    """The export cannot be written where it was asked for."""
+
+    code = "MOL500"
+
+
+class RemoteCodeError(ModelOptLiteError):
+    """The checkpoint wants to run its own code and was not allowed to."""
+
+    code = "MOL600"
+
+
+class AuditError(ModelOptLiteError):
+    """A written checkpoint breaks one of the rules of the audit."""
+
+    code = "MOL700"
+
+
+class InternalError(ModelOptLiteError):
+    """The run departed from its own plan: a fault of this package, please report it."""
+
+    code = "MOL900"
+
+
+class DegradedError(ModelOptLiteError):
+    """A strict run had to fall back somewhere. The export is complete; ``report`` lists what."""
+
+    code = "MOL800"
+
+    def __init__(self, message: str, report: object) -> None:
+        super().__init__(message)
+        self.report = report

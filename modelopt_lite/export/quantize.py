@@ -1,0 +1,89 @@
+"""Turn the tensors of one unit into the tensors of the export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from modelopt_lite.errors import InternalError, NonFiniteError
+from modelopt_lite.formats.base import Numerics, amax
+from modelopt_lite.formats.linear import FORMATS, ErrorReport, measure_error
+from modelopt_lite.plan import Matrix, Output
+
+Write = Callable[[Output, Tensor], None]
+
+
+def quantize_matrices(
+    matrices: Iterable[Matrix],
+    sources: Mapping[str, Tensor],
+    input_amax: Mapping[str, Tensor],
+    write: Write,
+    *,
+    numerics: Numerics,
+    verify: bool,
+) -> dict[str, ErrorReport]:
+    """Quantize whole groups of matrices and hand every tensor to the writer.
+
+    Args:
+        matrices: All matrices of one unit; no weight group may lie in two units.
+        sources: Name on disk -> values in the dtype of the disk.
+        input_amax: Input group -> 0-d amax of what enters it.
+        write: Takes each finished tensor.
+        numerics: Arithmetic of scales and quotients.
+        verify: Compare what was packed with the source, while that is in memory.
+
+    Returns:
+        Module -> how far it is from its source; empty without ``verify``.
+
+    Raises:
+        NonFiniteError: A weight holds NaN or infinity.
+    """
+    matrices = list(matrices)
+    group_amax = _weight_amax(matrices, sources)
+    errors = {}
+    for matrix in matrices:
+        fmt = FORMATS[matrix.format]
+        weight = _value(matrix, sources)
+        shared = group_amax[matrix.weight_group] if fmt.shares_weight_amax else None
+        stacked_input_major = matrix.input_major and weight.ndim == 3
+        tensors = fmt.quantize(weight, shared, numerics=numerics, input_major=stacked_input_major)
+        if verify:
+            errors[matrix.name] = measure_error(
+                fmt, weight, tensors, numerics=numerics, input_major=stacked_input_major
+            )
+        if matrix.input_group is not None:
+            tensors["input_scale"] = fmt.input_scale(input_amax[matrix.input_group])
+        if tensors.keys() != matrix.outputs.keys():
+            raise InternalError(
+                f"{matrix.name}: {fmt.name} made {sorted(tensors)}, the plan says "
+                f"{sorted(matrix.outputs)}"
+            )
+        for suffix, tensor in tensors.items():
+            write(matrix.outputs[suffix], tensor)
+    return errors
+
+
+def _value(matrix: Matrix, sources: Mapping[str, Tensor]) -> Tensor:
+    """The matrix as [R, K] (stacked experts as on disk); a view of the source tensor."""
+    source = sources[matrix.source]
+    value = source[matrix.region] if matrix.region else source
+    return value.mT if matrix.input_major and value.ndim == 2 else value
+
+
+def _weight_amax(matrices: Iterable[Matrix], sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Largest magnitude of each weight group; every weight is checked on the way."""
+    groups: dict[str, Tensor] = {}
+    for matrix in matrices:
+        value = _value(matrix, sources)
+        own = amax(value)
+        if not bool(torch.isfinite(own)):
+            bad = int((~torch.isfinite(value)).sum())
+            raise NonFiniteError(
+                f"tensor {matrix.source!r} (module {matrix.name!r}) holds {bad} values that are "
+                "NaN or infinite; repair the checkpoint, or exclude the module in the recipe"
+            )
+        before = groups.get(matrix.weight_group)
+        groups[matrix.weight_group] = own if before is None else torch.maximum(before, own)
+    return groups

@@ -1,0 +1,1 @@
+"""Number formats: one module each, pure functions on tensors, on any device."""

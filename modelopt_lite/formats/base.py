@@ -1,0 +1,90 @@
+"""What every number format needs: constants, maxima, and how to cut a matrix into chunks.
+
+Shape suffixes: R rows (output channels), K columns (input channels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Numerics = Literal["exact", "modelopt"]
+"""``modelopt`` gives the bytes of Model Optimizer 0.47, ``exact`` the better arithmetic."""
+
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E4M3_MIN_NORMAL = 2.0**-6
+E4M3_MIN_SUBNORMAL = 2.0**-9
+F32_TINY = torch.finfo(torch.float32).tiny
+
+# Half a step against the value, at worst: a number just past a power of two, half way to the next
+# of 8 steps, is (1/16) / (17/16) away.
+E4M3_RELATIVE_ERROR = 1 / 17
+# Below the smallest normal number the step is constant, so the error is at most half of it.
+E4M3_ABSOLUTE_ERROR = E4M3_MIN_SUBNORMAL / 2
+
+# The float32 quotient and product around a rounding add a few 2**-24 to each error bound.
+F32_SLACK = 1 + 2.0**-20
+
+# At least two threads' worth of work an operation, and few enough float32 temporaries of that size
+# to stay in a core's share of the cache.
+_CPU_CHUNK = 128 * 1024
+# An accelerator wants few launches; its temporaries stay under 64 MiB each.
+_DEVICE_CHUNK = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a quantized matrix as it lies on disk."""
+
+    suffix: str
+    """``weight``, ``weight_scale``, ``weight_scale_2`` or ``input_scale``."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def amax(w: Tensor) -> Tensor:
+    """Return the largest magnitude of a tensor as float32 [].
+
+    NaN and infinity carry over, so ``isfinite`` on the result speaks for the whole tensor. An empty
+    tensor gives 0.
+    """
+    if not w.numel():
+        return torch.zeros((), dtype=torch.float32, device=w.device)
+    low, high = torch.aminmax(w)
+    return torch.maximum(-low.float(), high.float())
+
+
+def row_amax(w_RK: Tensor) -> Tensor:
+    """Return the largest magnitude of each row, float32 [R] (or [E, R] of [E, R, K])."""
+    if not w_RK.numel():
+        return torch.zeros(w_RK.shape[:-1], dtype=torch.float32, device=w_RK.device)
+    return torch.maximum(w_RK.amax(-1).float(), -w_RK.amin(-1).float())
+
+
+def chunk_rows(columns: int, device: torch.device) -> int:
+    """Return how many rows of ``columns`` elements make one chunk on a device; at least 1."""
+    size = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+    return max(1, size // max(1, columns))
+
+
+def row_chunks(w_RK: Tensor) -> Iterator[slice]:
+    """Yield slices that cut [R, K] into runs of rows whose temporaries stay in the cache."""
+    step = chunk_rows(w_RK.shape[1], w_RK.device)
+    for start in range(0, w_RK.shape[0], step):
+        yield slice(start, min(start + step, w_RK.shape[0]))
+
+
+def sanitized_amax(amax: Tensor, maxbound: float) -> Tensor:
+    """Return float32 amax, with 0 and NaN replaced by ``maxbound`` and the rest made normal.
+
+    A matrix of zeros then has the scale 1 (in units of ``maxbound``) and not 0, by which nothing
+    can be divided.
+    """
+    value = amax.float()
+    value = torch.where((value > 0) | (value < 0), value, maxbound)
+    return value.clamp(F32_TINY, torch.finfo(torch.float32).max)

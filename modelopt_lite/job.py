@@ -1,0 +1,201 @@
+"""A prepared run: the source, its model without weights, and the plan; checked, nothing written."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelopt_lite.build import build_meta_model
+from modelopt_lite.checkpoint.dequant import Source, open_source
+from modelopt_lite.checkpoint.sidecars import sidecar_files
+from modelopt_lite.checkpoint.writer import ShardLayout, plan_layout
+from modelopt_lite.errors import CheckpointError, RecipeError
+from modelopt_lite.formats.base import Numerics
+from modelopt_lite.offload.units import WeightStore
+from modelopt_lite.plan import Plan, make_plan
+from modelopt_lite.recipes import Recipe
+from modelopt_lite.select import TensorShape
+
+
+@dataclass(slots=True)
+class Job:
+    """What a run works on."""
+
+    folder: Path
+    source: Source
+    model: Any
+    model_type: str
+    plan: Plan
+    device: torch.device
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids the model's embedding knows."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    def layout(self, max_shard_size: int) -> ShardLayout:
+        """Return where every byte of the export's weights will lie."""
+        outputs = [(o.name, o.dtype, o.shape) for o in self.plan.outputs]
+        return plan_layout(outputs, max_shard_size)
+
+    def store(self) -> WeightStore:
+        """Return what brings the model's weights in."""
+        keeps = keep_dtype_rule(self.model, self.plan)
+        return WeightStore(
+            self.model,
+            self.plan.names,
+            self.source.read,
+            keep_dtype=keeps,
+            dtype_on_disk=lambda name: self.source.tensors[name].dtype,
+            device=self.device,
+        )
+
+    def sidecar_bytes(self) -> int:
+        """Return the size of the files that are copied."""
+        return sum((self.folder / path).stat().st_size for path in sidecar_files(self.folder))
+
+    def memory_estimate(self, token_count: int) -> int:
+        """Bytes of host memory that a run needs beyond the process itself, roughly.
+
+        One unit of weights with room to quantize its largest matrix, and two hidden states of
+        every waiting token.
+        """
+        entries = self.model.state_dict(keep_vars=True)
+        sizes = {name: t.numel() * t.element_size() for name, t in entries.items()}
+        unit = max(sum(sizes[e] for e in u.entries) for u in self.plan.units)
+        matrix = max(_numel(m.shape) for m in self.plan.matrices)
+        config = self.model.config
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        hidden = int(getattr(text, "hidden_size", 0))
+        return int(unit + 8 * matrix + 2 * token_count * hidden * 2)
+
+
+def prepare(
+    folder: Path,
+    recipe: Recipe,
+    *,
+    model_type: str | None,
+    numerics: Numerics,
+    on_bad_shape: str,
+    trust_remote_code: bool,
+    device: str | torch.device | None,
+) -> Job:
+    """Read the source's headers, build its model without weights, and plan.
+
+    Raises:
+        ModelOptLiteError: Anything that can be known before a weight is read.
+    """
+    if on_bad_shape not in ("error", "skip"):
+        raise RecipeError(f'on_bad_shape must be "error" or "skip", got {on_bad_shape!r}')
+    if numerics not in ("exact", "modelopt"):
+        raise RecipeError(f'numerics must be "exact" or "modelopt", got {numerics!r}')
+    source = open_source(folder)
+    model_type = check_model_type(source.config, model_type, folder)
+    model = build_meta_model(folder, source.config, trust_remote_code=trust_remote_code)
+    plan = plan_for(model, source, recipe, model_type, numerics, on_bad_shape)
+    return Job(folder, source, model, model_type, plan, pick_device(device))
+
+
+def plan_for(
+    model: nn.Module,
+    source: Source,
+    recipe: Recipe,
+    model_type: str,
+    numerics: Numerics,
+    on_bad_shape: str,
+) -> Plan:
+    """Plan a run on a source's tensors."""
+    tensors = {name: TensorShape(info.shape, info.dtype) for name, info in source.tensors.items()}
+    plan = make_plan(
+        model,
+        tensors,
+        recipe,
+        model_type=model_type,
+        numerics=numerics,
+        on_bad_shape=on_bad_shape,
+    )
+    plan.notes += source.notes
+    return plan
+
+
+def check_model_type(config: dict[str, Any], given: str | None, folder: Path) -> str:
+    """Return the model type that config.json names; it must be the given one, if one is given."""
+    found = config.get("model_type")
+    if not isinstance(found, str) or not found:
+        raise CheckpointError(
+            f"{folder / 'config.json'} has no model_type; add the architecture's model_type, for "
+            'example "llama"'
+        )
+    if given is not None and given != found:
+        raise CheckpointError(
+            f"model_type {given!r} was given, but {folder / 'config.json'} says {found!r}; give "
+            "none, or the right checkpoint"
+        )
+    return found
+
+
+def keep_dtype_rule(model: Any, plan: Plan) -> Callable[[str], bool]:
+    """Return whether an entry keeps the disk's dtype inside of the model.
+
+    The model's spec and transformers' own list of modules to keep in float32 say so.
+    """
+    ptq = plan.spec.ptq_spec if plan.spec else None
+    leaves = set(ptq.keep_dtype_names if ptq else ())
+    leaves.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    leaves.update(getattr(model, "_keep_in_fp32_modules", None) or ())
+
+    def keeps(entry: str) -> bool:
+        return any(part in leaves for part in entry.split("."))
+
+    return keeps
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """Return the device asked for, or the accelerator if there is one, or the CPU.
+
+    Raises:
+        RecipeError: There is no such device.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if device is None:
+        return accelerator if accelerator is not None else torch.device("cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise RecipeError(f"device {device!r} is not known: {error}") from error
+    if chosen.type not in {"cpu", accelerator.type if accelerator else "cpu"}:
+        raise RecipeError(
+            f"device {device!r} is not available here (have: cpu"
+            f"{', ' + accelerator.type if accelerator else ''}); leave device out"
+        )
+    return chosen
+
+
+def versions() -> dict[str, str]:
+    """Return what the bytes of an export depend on besides its inputs."""
+    import transformers
+
+    from modelopt_lite import __version__
+
+    return {
+        "modelopt_lite": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,124 @@
+"""Where checkpoints come from and go to: folders, hub ids, temporary folders, free space."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from modelopt_lite.errors import CheckpointError, OutputError
+
+
+def resolve_checkpoint(ckpt: str | Path) -> Path:
+    """Return the folder of a checkpoint: the one given, or that of a model on the Hugging Face hub.
+
+    Raises:
+        CheckpointError: No such folder, and no such model in reach.
+    """
+    path = Path(ckpt).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    name = str(ckpt)
+    is_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not path.exists()
+    if not is_hub_id:
+        raise CheckpointError(
+            f"the checkpoint folder {name!r} does not exist; give a folder with config.json and "
+            "safetensors files, or a hub id such as org/model"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"]))
+    except Exception as error:  # the client raises many kinds: offline, gated, not found, timeouts
+        raise CheckpointError(
+            f"{name!r} is no folder, and cannot be had from the hub: {error}"
+        ) from error
+
+
+def default_export_dir(ckpt: str | Path, recipe: str) -> Path:
+    """Return ``./<checkpoint name>-<recipe>``."""
+    return Path.cwd() / f"{Path(str(ckpt).rstrip('/')).resolve().name}-{recipe}"
+
+
+def check_export_dir(export_dir: Path, source: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that cannot or must not be written.
+
+    Raises:
+        OutputError: It is the source or inside of it, is not empty, or cannot be made.
+    """
+    target = export_dir.resolve()
+    if target == source or source in target.parents or target in source.parents:
+        raise OutputError(
+            f"export_dir {export_dir} and the source {source} lie one inside the other; choose a "
+            "folder elsewhere"
+        )
+    if target.exists() and not target.is_dir():
+        raise OutputError(f"export_dir {export_dir} is a file; choose a folder")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise OutputError(
+            f"export_dir {export_dir} is not empty; choose another folder, or replace it with "
+            "overwrite=True (--overwrite)"
+        )
+    parent = _existing_parent(target)
+    if not os.access(parent, os.W_OK):
+        raise OutputError(f"{parent} is not writable, so {export_dir} cannot be made there")
+
+
+def check_free_space(export_dir: Path, needed: int) -> None:
+    """Raise `OutputError` where the disk of ``export_dir`` has fewer than ``needed`` bytes."""
+    free = shutil.disk_usage(_existing_parent(export_dir.resolve())).free
+    if free < needed:
+        raise OutputError(
+            f"the export needs {needed:,} bytes, and only {free:,} are free at {export_dir}; free "
+            f"{needed - free:,} bytes or choose another disk"
+        )
+
+
+@contextmanager
+def staged(export_dir: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Give a new folder beside ``export_dir`` that takes its place when the block ends well.
+
+    When it does not, nothing is left behind and an existing ``export_dir`` stays as it was.
+
+    Raises:
+        OutputError: The folder cannot be made or renamed.
+    """
+    target = export_dir.resolve()
+    made = [p for p in (target.parent, *target.parent.parents) if not p.exists()]
+    work = target.parent / f".{target.name}.partial-{os.getpid()}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+    except OSError as error:
+        raise OutputError(f"cannot make a folder in {target.parent}: {error.strerror}") from error
+    try:
+        yield work
+        _replace(work, target, overwrite=overwrite)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        for parent in made:
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+        raise
+
+
+def _replace(work: Path, target: Path, *, overwrite: bool) -> None:
+    old = target.parent / f".{target.name}.old-{os.getpid()}"
+    try:
+        if target.is_dir() and any(target.iterdir()) and overwrite:
+            target.rename(old)
+        elif target.is_dir():
+            target.rmdir()  # empty, as checked at the start
+        work.rename(target)
+    except OSError as error:
+        if old.is_dir() and not target.exists():
+            old.rename(target)
+        raise OutputError(f"cannot put the export in place at {target}: {error}") from error
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _existing_parent(path: Path) -> Path:
+    return next(p for p in (path, *path.parents) if p.exists())

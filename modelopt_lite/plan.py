@@ -1,0 +1,393 @@
+"""The plan: everything that a run will do, settled before a weight is read.
+
+Which tensor gets which format and why the others do not, what is written under which name, shape
+and dtype, which scales are shared, in which units the model streams. The run executes the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelopt_lite.calibrate.observe import Site
+from modelopt_lite.checkpoint.names import NameMap, Region, map_names, natural_key
+from modelopt_lite.errors import RecipeError, ShapeError, SpecError
+from modelopt_lite.formats.base import Numerics
+from modelopt_lite.formats.linear import FORMATS, LinearFormat
+from modelopt_lite.models import get_spec
+from modelopt_lite.models.specs import ModelSpec, PTQSpec
+from modelopt_lite.offload.units import Unit, find_units
+from modelopt_lite.recipes import Recipe
+from modelopt_lite.select import Candidate, TensorShape, apply_recipe, find_candidates
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor of the export."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix that is quantized.
+
+    Attributes:
+        name: Its module's name in the export.
+        source: The tensor on disk; ``region`` is the part of it that it fills.
+        shape: [R, K], or as on disk for stacked experts.
+        input_major: The reduction axis comes first on disk.
+        format: Name of its format.
+        outputs: Suffix ("weight", "weight_scale", …) -> the tensor of the export.
+        weight_group: Matrices of one group share the amax of their weights.
+        input_group: Matrices of one group share the amax of their inputs; None: inputs need none.
+        entry: The parameter of the model that multiplies its inputs; ``expert`` which of a stack.
+        unit: The unit that holds the parameter.
+    """
+
+    name: str
+    source: str
+    region: Region
+    shape: tuple[int, ...]
+    input_major: bool
+    format: str
+    outputs: dict[str, Output]
+    weight_group: str
+    input_group: str | None
+    entry: str
+    expert: int | None
+    experts: str | None
+    unit: str
+
+    @property
+    def site(self) -> Site:
+        """Where its inputs are seen."""
+        return Site(self.entry, self.expert)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheScale:
+    """The scales of one attention layer's key and value cache."""
+
+    module: str
+    unit: str
+    key: Output
+    value: Output
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A tensor of the export with the values that the source has, or a part of one."""
+
+    source: str
+    region: Region
+    output: Output
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a run does.
+
+    Attributes:
+        recipe: The recipe.
+        numerics: "exact", or "modelopt" for the bytes of NVIDIA Model Optimizer.
+        matrices: What is quantized.
+        copies: What is not, by the name in the export.
+        kv_cache: Scales of the key and value cache.
+        outputs: Every tensor of the export, in order.
+        excluded: Module on disk -> why it is not quantized.
+        units: How the model is streamed, in the order of its modules.
+        notes: What a user should know; with ``strict`` they fail the run.
+    """
+
+    recipe: Recipe
+    numerics: Numerics
+    names: NameMap
+    spec: ModelSpec | None
+    matrices: list[Matrix]
+    copies: list[Copy]
+    kv_cache: list[KVCacheScale]
+    outputs: list[Output]
+    excluded: dict[str, str]
+    unquantized: list[str]
+    units: list[Unit]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def format(self) -> LinearFormat:
+        """The format of the quantized matrices."""
+        return FORMATS[self.recipe.weights]
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether any scale depends on the inputs that the model sees."""
+        return bool(self.kv_cache) or any(m.input_group is not None for m in self.matrices)
+
+    def matrices_of(self, unit: str) -> list[Matrix]:
+        """Return the matrices whose parameters one unit holds."""
+        return [m for m in self.matrices if m.unit == unit]
+
+
+def make_plan(
+    model: nn.Module,
+    tensors: Mapping[str, TensorShape],
+    recipe: Recipe,
+    *,
+    model_type: str,
+    numerics: Numerics = "exact",
+    on_bad_shape: str = "error",
+) -> Plan:
+    """Settle what a run does.
+
+    Args:
+        model: The model, on the meta device.
+        tensors: What the source holds.
+        recipe: What to quantize.
+        model_type: Selects the spec.
+        numerics: Arithmetic of scales and quotients.
+        on_bad_shape: "error", or "skip" to leave a matrix that its format cannot hold.
+
+    Raises:
+        CheckpointError: The source lacks a tensor that the model needs.
+        RecipeError: An unknown format, or a pattern that selects nothing.
+        ShapeError: A matrix that the format cannot hold.
+        SpecError: The model's experts cannot be understood without a spec.
+    """
+    if recipe.weights not in FORMATS:
+        raise RecipeError(
+            f"recipe {recipe.name!r} asks for the unknown format {recipe.weights!r}; known: "
+            f"{', '.join(sorted(FORMATS))}"
+        )
+    spec = get_spec(model_type)
+    ptq = (spec.ptq_spec if spec else None) or PTQSpec()
+    names = map_names(model, {name: info.shape for name, info in tensors.items()})
+    candidates = apply_recipe(find_candidates(model, names, tensors, spec), recipe)
+    candidates = _check_shapes(candidates, FORMATS[recipe.weights], on_bad_shape)
+    candidates = _whole_groups(candidates, ptq)
+    units = find_units(model, ptq.layer_names)
+    unit_of = {entry: unit.name for unit in units for entry in unit.entries}
+    matrices = _matrices(candidates, names, unit_of, recipe, numerics, ptq)
+    plan = Plan(
+        recipe=recipe,
+        numerics=numerics,
+        names=names,
+        spec=spec,
+        matrices=matrices,
+        copies=_copies(candidates, matrices, tensors, _widened(ptq, numerics)),
+        kv_cache=_kv_cache(model, names, unit_of, ptq) if recipe.kv_cache else [],
+        outputs=[],
+        excluded={c.name: c.skip for c in candidates if c.skip},
+        unquantized=[],
+        units=units,
+    )
+    plan.outputs = _ordered_outputs(plan)
+    plan.unquantized = _unquantized_modules(plan, model)
+    if spec is None:
+        plan.notes.append(
+            f"no spec for model_type {model_type!r}: linear layers and experts were found by "
+            "structure alone (models/README.md tells how to add it)"
+        )
+    return plan
+
+
+def _check_shapes(
+    candidates: list[Candidate], fmt: LinearFormat, on_bad_shape: str
+) -> list[Candidate]:
+    problems: list[str] = []
+    checked = []
+    for c in candidates:
+        problem = None
+        if c.skip is None:
+            problem = fmt.problem(c.shape, stacked_input_major=c.stacked and c.input_major)
+        if problem and on_bad_shape == "error":
+            problems.append(f"{c.name} {list(c.shape)}: {problem}")
+        checked.append(replace(c, skip=f"shape: {problem}") if problem else c)
+    if problems:
+        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+        raise ShapeError(
+            f"{fmt.name} cannot hold {len(problems)} matrices: {'; '.join(problems[:5])}{more}; "
+            'use on_bad_shape="skip" (--on-bad-shape skip) to leave them unquantized, exclude them '
+            "in the recipe, or choose another format"
+        )
+    return checked
+
+
+def fused_group(name: str, role: str, ptq: PTQSpec) -> str | None:
+    """Return a key that the siblings share which engines fuse with this linear, or None."""
+    for group in ptq.fused_linears:
+        if role in group:
+            return f"{name.removesuffix(role)}[{'+'.join(group)}]"
+    return None
+
+
+def _whole_groups(candidates: list[Candidate], ptq: PTQSpec) -> list[Candidate]:
+    """Leave out all of a group that engines treat as one layer where any member is left out."""
+    left_out: dict[str, str] = {}
+    keys: list[str | None] = []
+    for c in candidates:
+        key = c.experts if c.experts and not c.stacked else fused_group(c.name, c.role, ptq)
+        keys.append(key)
+        if key is not None and c.skip is not None:
+            left_out.setdefault(key, c.name)
+    return [
+        replace(c, skip=f"engines fuse it with {left_out[key]}, which is left out")
+        if c.skip is None and key in left_out
+        else c
+        for c, key in zip(candidates, keys, strict=True)
+    ]
+
+
+def _matrices(
+    candidates: Iterable[Candidate],
+    names: NameMap,
+    unit_of: Mapping[str, str],
+    recipe: Recipe,
+    numerics: Numerics,
+    ptq: PTQSpec,
+) -> list[Matrix]:
+    fmt = FORMATS[recipe.weights]
+    matrices = []
+    for c in candidates:
+        if c.skip is not None:
+            continue
+        place = names.place(c.source)
+        if place is None:
+            raise SpecError(
+                f"{c.source!r} is not a parameter of the model; exclude it in the recipe"
+            )
+        entry, region = place
+        expert = c.expert if region == () and c.region else None
+        if region and isinstance(region[0], int):
+            expert = region[0]
+        fused = fused_group(c.name, c.role, ptq)
+        # The peer leaves dense siblings their own FP8 scales; engines then re-quantize them.
+        apart = numerics == "modelopt" and fmt.name == "fp8" and c.expert is None
+        matrices.append(
+            Matrix(
+                name=c.name,
+                source=c.source,
+                region=c.region,
+                shape=c.shape,
+                input_major=c.input_major,
+                format=fmt.name,
+                outputs=_outputs(c, fmt),
+                weight_group=fused if fused and fmt.shares_weight_amax and not apart else c.name,
+                input_group=_input_group(c, fused) if fmt.static_input else None,
+                entry=entry,
+                expert=expert,
+                experts=c.experts,
+                unit=unit_of[entry],
+            )
+        )
+    return matrices
+
+
+def _input_group(c: Candidate, fused: str | None) -> str:
+    """All experts of a layer share the scale of what they read: engines keep one for all."""
+    if c.experts and not c.stacked:
+        return f"{c.experts}[{fused.rpartition('[')[2].rstrip(']') if fused else c.role}]"
+    return fused or c.name
+
+
+def _outputs(c: Candidate, fmt: LinearFormat) -> dict[str, Output]:
+    outputs = {}
+    for spec in fmt.tensors(c.shape, stacked_input_major=c.stacked and c.input_major):
+        if c.stacked:
+            name = c.name if spec.suffix == "weight" else f"{c.name}_{spec.suffix}"
+        else:
+            name = f"{c.name}.{spec.suffix}"
+        outputs[spec.suffix] = Output(name, spec.dtype, tuple(spec.shape))
+    return outputs
+
+
+def _widened(ptq: PTQSpec, numerics: Numerics) -> frozenset[str]:
+    """Leaf names that the peer writes in the float32 it loads them to, whatever the disk holds."""
+    return frozenset(ptq.keep_dtype_names if numerics == "modelopt" else ())
+
+
+def _copies(
+    candidates: Iterable[Candidate],
+    matrices: Iterable[Matrix],
+    tensors: Mapping[str, TensorShape],
+    widened: frozenset[str],
+) -> list[Copy]:
+    """What stays: whole tensors, and matrices left out of a tensor that others are taken from."""
+    taken = {m.source for m in matrices}
+    copies = []
+    for name, info in tensors.items():
+        if name not in taken:
+            wide = name.rpartition(".")[2] in widened and info.dtype.is_floating_point
+            dtype = torch.float32 if wide else info.dtype
+            copies.append(Copy(name, (), Output(name, dtype, info.shape)))
+    for c in candidates:
+        if c.skip is not None and c.source in taken:
+            dtype = tensors[c.source].dtype
+            copies.append(Copy(c.source, c.region, Output(f"{c.name}.weight", dtype, c.shape)))
+    return copies
+
+
+def _kv_cache(
+    model: nn.Module, names: NameMap, unit_of: Mapping[str, str], ptq: PTQSpec
+) -> list[KVCacheScale]:
+    """Find every attention layer, by its key and value projections."""
+    key_name, value_name = ptq.key_value_names
+    found = []
+    for path, module in model.named_modules():
+        children = dict(module.named_children())
+        if key_name not in children or value_name not in children:
+            continue
+        entry = f"{path}.{key_name}.weight"
+        group = names.by_target.get(entry)
+        if group is None or any(s for s in _skipped(group.sources, ptq)):
+            continue
+        prefix = group.sources[0].removesuffix(f".{key_name}.weight")
+        found.append(
+            KVCacheScale(
+                module=path,
+                unit=unit_of[entry],
+                key=Output(f"{prefix}.{key_name}.k_scale", torch.float32, ()),
+                value=Output(f"{prefix}.{value_name}.v_scale", torch.float32, ()),
+            )
+        )
+    if not found:
+        raise RecipeError(
+            f"the recipe asks for KV cache scales, but no module has {key_name!r} and "
+            f"{value_name!r}; leave kv_cache out, or name them in the model's spec"
+        )
+    return found
+
+
+def _skipped(sources: Iterable[str], ptq: PTQSpec) -> Iterable[bool]:
+    from modelopt_lite.offload.patterns import match_part
+
+    for source in sources:
+        yield any(match_part(p, source.removesuffix(".weight")) for p in ptq.skip_modules)
+
+
+def _ordered_outputs(plan: Plan) -> list[Output]:
+    outputs = [copy.output for copy in plan.copies]
+    outputs += [output for m in plan.matrices for output in m.outputs.values()]
+    outputs += [output for kv in plan.kv_cache for output in (kv.key, kv.value)]
+    return sorted(outputs, key=lambda output: natural_key(output.name))
+
+
+def _unquantized_modules(plan: Plan, model: Any) -> list[str]:
+    """Modules with a weight that a reader could take for a linear layer's, and that is left."""
+    modules = set()
+    for copy in plan.copies:
+        name, _, leaf = copy.output.name.rpartition(".")
+        if len(copy.output.shape) < 2 or not copy.output.dtype.is_floating_point:
+            continue
+        if leaf == "weight" or (len(copy.output.shape) == 3 and "bias" not in leaf):
+            modules.add(name)
+    for alias in plan.names.aliases:
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        if head is not None and model.get_submodule(alias.rpartition(".")[0]) is head:
+            modules.add(alias.rpartition(".")[0])
+    return sorted(modules - {m.name for m in plan.matrices}, key=natural_key)

@@ -1,0 +1,122 @@
+"""Recipes: what is quantized, and to which format. The presets are the YAML files beside this one.
+
+A recipe names a weight format, the modules it applies to, and the format of the KV cache. Patterns
+select modules by their name on disk, with everything below them: ``*`` alone stands for one or more
+parts of the dotted name, and within a part for any characters.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from modelopt_lite.errors import RecipeError
+
+_PRESETS = Path(__file__).parent
+KV_FORMATS = ("fp8",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What to quantize and how.
+
+    Attributes:
+        name: Shown in reports and in the default name of the export's folder.
+        weights: Name of a format, which also says how inputs are quantized.
+        kv_cache: Format of the key and value cache, or None to leave it.
+        include: Patterns of modules to quantize; empty: every linear layer and expert that the
+            model's spec does not leave out.
+        exclude: Patterns of modules to leave as they are.
+    """
+
+    name: str
+    weights: str
+    kv_cache: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    description: str = field(default="", compare=False)
+
+
+def preset_names() -> list[str]:
+    """Return the names of the presets, sorted."""
+    return sorted(path.stem for path in _PRESETS.glob("*.yaml"))
+
+
+def load_recipe(recipe: str | Path | Recipe, *, kv_cache: str | None = None) -> Recipe:
+    """Return a recipe: a preset by name, one from a YAML file, or the given one.
+
+    Args:
+        recipe: Name of a preset, path of a ``.yaml`` file, or a recipe.
+        kv_cache: Replaces the recipe's own where not None; ``"none"`` removes it.
+
+    Raises:
+        RecipeError: No such preset or file, or a key or value that means nothing.
+    """
+    if not isinstance(recipe, Recipe):
+        path = Path(recipe)
+        if path.suffix in {".yaml", ".yml"}:
+            recipe = _read(path)
+        else:
+            recipe = _read(_PRESETS / f"{_preset(str(recipe))}.yaml")
+    if kv_cache is not None:
+        recipe = replace(recipe, kv_cache=None if kv_cache == "none" else kv_cache)
+    if recipe.kv_cache is not None and recipe.kv_cache not in KV_FORMATS:
+        raise RecipeError(
+            f"unknown KV cache format {recipe.kv_cache!r}{_near(recipe.kv_cache, KV_FORMATS)}; "
+            f"known: {', '.join(KV_FORMATS)}"
+        )
+    return recipe
+
+
+def _preset(name: str) -> str:
+    names = preset_names()
+    if name not in names:
+        raise RecipeError(
+            f"unknown recipe {name!r}{_near(name, names)}; presets: {', '.join(names)}; "
+            "a recipe of your own is a .yaml file"
+        )
+    return name
+
+
+def _read(path: Path) -> Recipe:
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"cannot read the recipe {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"the recipe {path} is no valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise RecipeError(f"the recipe {path} must be a mapping of keys, got {type(data).__name__}")
+    return parse_recipe({"name": path.stem, **data}, where=str(path))
+
+
+def parse_recipe(data: dict[str, Any], *, where: str) -> Recipe:
+    """Check a mapping's keys and types and make a recipe of it; ``where`` names it in errors."""
+    known = {f.name for f in fields(Recipe)}
+    for key in data:
+        if key not in known:
+            raise RecipeError(
+                f"{where}: unknown key {key!r}{_near(str(key), known)}; known: "
+                f"{', '.join(sorted(known))}"
+            )
+    if not isinstance(data.get("weights"), str):
+        raise RecipeError(f"{where}: weights must name a format, got {data.get('weights')!r}")
+    lists: dict[str, tuple[str, ...]] = {}
+    for key in ("include", "exclude"):
+        value = data.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise RecipeError(f"{where}: {key} must be a list of patterns, got {value!r}")
+        lists[key] = tuple(value)
+    for key in ("name", "kv_cache", "description"):
+        if not isinstance(data.get(key, ""), str | None):
+            raise RecipeError(f"{where}: {key} must be text, got {data[key]!r}")
+    return Recipe(**{**data, **lists})
+
+
+def _near(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,128 @@
+"""Carry a prepared job out, into a folder that is not yet in its place."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from modelopt_lite.build import eager_experts
+from modelopt_lite.calibrate.data import CalibrationData
+from modelopt_lite.calibrate.observe import Site
+from modelopt_lite.checkpoint.sidecars import copy_sidecars
+from modelopt_lite.checkpoint.writer import ShardLayout, StreamingWriter
+from modelopt_lite.export.modelopt import write_configs
+from modelopt_lite.job import Job, versions
+from modelopt_lite.offload.memory import bound_caches
+from modelopt_lite.pipeline import Evidence, Exporter, run_calibrated
+from modelopt_lite.plan import Plan
+from modelopt_lite.progress import Progress
+from modelopt_lite.report import Report, peak_memory_bytes
+from modelopt_lite.verify.audit import audit_or_raise
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of a job into a folder."""
+
+    job: Job
+    data: CalibrationData | None
+    report: Report
+    verify: bool
+    tell: Progress
+
+    def weights(self, folder: Path, layout: ShardLayout, resident: bool, all_experts: bool) -> None:
+        """Write the weight files."""
+        bound_caches()
+        job, evidence = self.job, Evidence()
+        with StreamingWriter(folder, layout) as writer:
+            exporter = Exporter(job.plan, job.source, writer, evidence, self.verify)
+            if self.data is not None:
+                batches = [batch.to(job.device) for batch in self.data.batches]
+                with self.report.phase("calibrate and quantize"), eager_experts(job.model):
+                    run_calibrated(
+                        job.plan,
+                        job.model,
+                        job.store(),
+                        exporter,
+                        evidence,
+                        batches,
+                        resident=resident,
+                        model_type=job.model_type,
+                        all_experts=all_experts,
+                        progress=self.tell,
+                    )
+            with self.report.phase("quantize and copy the rest"):
+                exporter.export_rest(job.plan.units)
+                writer.finish()
+        fill_report(self.report, job, exporter, evidence)
+        self.report.export_bytes = layout.total_size
+
+    def finish(self, folder: Path) -> None:
+        """Write everything but the weights, and audit the whole."""
+        job = self.job
+        write_configs(folder, job.source.config, job.plan, type(job.model).__name__)
+        copy_sidecars(job.folder, folder)
+        if self.verify:
+            with self.report.phase("audit"):
+                audit_or_raise(folder, source=job.folder, plan=job.plan)
+        job.source.close()
+        self.report.peak_memory_bytes = peak_memory_bytes()
+        self.report.write(folder)
+
+
+def fill_report(report: Report, job: Job, exporter: Exporter, evidence: Evidence) -> None:
+    """Write into a report what a run saw and did."""
+    plan = job.plan
+    report.quantized = {m.name: m.format for m in plan.matrices}
+    report.excluded = plan.excluded
+    report.notes += plan.notes
+    report.relative_errors = {name: e.relative for name, e in exporter.errors.items()}
+    report.beyond_bound = [name for name, e in exporter.errors.items() if not e.worst <= 1]
+    report.input_amax = {group: float(amax) for group, amax in exporter.input_amax.items()}
+    report.tokens_per_expert, report.cold_experts = expert_usage(plan, evidence)
+    if skipped := [n for n, why in plan.excluded.items() if why.startswith("shape")]:
+        report.notes.append(f"{len(skipped)} matrices were left unquantized for their shape")
+    report.source_bytes = sum(info.nbytes for info in job.source.tensors.values())
+    report.parameters = sum(info.numel for info in job.source.tensors.values())
+    report.bytes_read = job.source.bytes_read
+
+
+def expert_usage(plan: Plan, evidence: Evidence) -> tuple[dict[str, list[int]], list[str]]:
+    """Return rows seen by each expert of each layer, and the experts that saw none."""
+    rows: dict[str, dict[int, int]] = {}
+    for m in plan.matrices:
+        if m.experts is None or m.input_group is None:
+            continue
+        seen = evidence.inputs.rows
+        if m.expert is None and len(m.shape) == 3:
+            counts = {e: seen.get(Site(m.entry, e), 0) for e in range(m.shape[0])}
+        else:
+            number = m.name.removeprefix(f"{m.experts}.").split(".")[0]
+            counts = {int(number): seen.get(m.site, 0)}
+        for expert, count in counts.items():
+            table = rows.setdefault(m.experts, {})
+            table[expert] = max(count, table.get(expert, 0))
+    tokens = {name: [table[e] for e in sorted(table)] for name, table in rows.items()}
+    cold = [f"{name}.{e}" for name, table in rows.items() for e in sorted(table) if not table[e]]
+    return tokens, cold
+
+
+def run_details(job: Job, data: CalibrationData | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Return all that the bytes of an export depend on: inputs, options and versions."""
+    details: dict[str, Any] = {
+        "source": str(job.folder),
+        "source_fingerprint": job.source.fingerprint(),
+        "recipe": asdict(job.plan.recipe),
+        "numerics": job.plan.numerics,
+        "options": options,
+        "versions": versions(),
+    }
+    if data is not None:
+        details["calibration"] = {
+            "origin": data.origin,
+            "samples": data.samples,
+            "tokens": data.tokens,
+            "sha256": data.fingerprint(),
+        }
+    return details

@@ -1,0 +1,291 @@
+"""Decide, tensor by tensor, what is quantized and why the rest is not.
+
+The decision is made on the names on disk. Facts come from the model's spec; a model without one is
+judged by its structure (is the module an ``nn.Linear``, does it sit beside a list of experts), and
+whatever cannot be known that way is an error or a stated reason, never a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelopt_lite.checkpoint.names import NameMap, Region
+from modelopt_lite.errors import RecipeError, SpecError
+from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec
+from modelopt_lite.offload.patterns import match_part, selects
+from modelopt_lite.recipes import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A matrix on disk that could be quantized.
+
+    Attributes:
+        name: The module's name, as the export will have it.
+        source: The tensor on disk that holds it.
+        region: The part of that tensor; ``()`` is all of it.
+        shape: [R, K] of the matrix; of stacked experts [E, K, R] where ``input_major``, as on disk.
+        input_major: The reduction axis comes before the output axis on disk.
+        stacked: It stays one tensor with all experts of the layer.
+        expert: Which expert of its layer it belongs to, or None.
+        experts: Name of the expert container it belongs to, or None.
+        role: Last part of its name ("q_proj"), what fused groups are made of.
+        skip: Why it is not quantized; None if it is.
+    """
+
+    name: str
+    source: str
+    region: Region
+    shape: tuple[int, ...]
+    input_major: bool = False
+    stacked: bool = False
+    expert: int | None = None
+    experts: str | None = None
+    role: str = ""
+    skip: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """Shape and dtype of a tensor on disk."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def find_candidates(
+    model: nn.Module,
+    names: NameMap,
+    tensors: Mapping[str, TensorShape],
+    spec: ModelSpec | None,
+) -> list[Candidate]:
+    """List every matrix that could be quantized, with the reason where the model's facts forbid it.
+
+    Raises:
+        SpecError: Stacked experts whose orientation no spec gives.
+    """
+    storage = (spec.expert_storage_spec if spec else None) or ExpertStorageSpec()
+    found: list[Candidate] = []
+    for source, info in tensors.items():
+        if not info.dtype.is_floating_point or len(info.shape) < 2:
+            continue
+        place = names.place(source)
+        if place is None:
+            continue
+        if len(info.shape) == 3 and (stacked := _stacked(source, info, storage)):
+            found.extend(stacked)
+        elif len(info.shape) == 2:
+            found.extend(_single(model, source, info, place, storage))
+        elif _looks_stacked(model, place[0]) and not source.endswith(".bias"):
+            _refuse_unknown_stack(source, info, spec)
+    return _apply_facts(
+        model, names, found, (spec.ptq_spec if spec else None) or PTQSpec(), tensors
+    )
+
+
+def _single(
+    model: nn.Module,
+    source: str,
+    info: TensorShape,
+    place: tuple[str, Region],
+    storage: ExpertStorageSpec,
+) -> list[Candidate]:
+    """A 2-D tensor: the weight of a linear layer, or of one expert of a fused parameter."""
+    if not source.endswith(".weight"):
+        return []
+    name = source.removesuffix(".weight")
+    role = name.rpartition(".")[2]
+    expert, container = _expert_of(name, storage)
+    entry, region = place
+    owner = model.get_submodule(entry.rpartition(".")[0])
+    in_fused = bool(region) and isinstance(region[0], int)
+    if not (isinstance(owner, nn.Linear) or (in_fused and expert is not None)):
+        return []
+    return [Candidate(name, source, (), info.shape, expert=expert, experts=container, role=role)]
+
+
+def _expert_of(name: str, storage: ExpertStorageSpec) -> tuple[int | None, str | None]:
+    """Split ``…experts.3.gate_proj`` into (3, "…experts")."""
+    parts = name.split(".")
+    depth = storage.container.count(".") + 1
+    for at in range(len(parts) - 2, depth - 1, -1):
+        container = parts[at - depth : at]
+        if parts[at].isdigit() and ".".join(container) == storage.container:
+            return int(parts[at]), ".".join(parts[:at])
+    return None, None
+
+
+def _stacked(source: str, info: TensorShape, storage: ExpertStorageSpec) -> list[Candidate]:
+    """A 3-D tensor with the experts of a layer: one candidate, or one for each matrix in it."""
+    container, _, leaf = source.removesuffix(".weight").rpartition(".")
+    if leaf not in storage.stacked_names:
+        return []
+    if storage.export_stacked:
+        return [
+            Candidate(
+                source,
+                source,
+                (),
+                info.shape,
+                input_major=storage.input_major,
+                stacked=True,
+                experts=container,
+                role=leaf,
+            )
+        ]
+    down = leaf == storage.stacked_names[-1]
+    roles = storage.linear_names[-1:] if down else storage.linear_names[:-1]
+    found = []
+    for expert in range(info.shape[0]):
+        for position, role in enumerate(roles):
+            region, shape = _slice_expert(info.shape, expert, position, len(roles), storage)
+            found.append(
+                Candidate(
+                    f"{container}.{expert}.{role}",
+                    source,
+                    region,
+                    shape,
+                    input_major=storage.input_major,
+                    expert=expert,
+                    experts=container,
+                    role=role,
+                )
+            )
+    return found
+
+
+def _slice_expert(
+    shape: tuple[int, ...], expert: int, position: int, count: int, storage: ExpertStorageSpec
+) -> tuple[Region, tuple[int, int]]:
+    """Region of one matrix in a stack, and its shape [R, K]."""
+    out_axis = 2 if storage.input_major else 1
+    size = shape[out_axis] // count
+    part: slice = slice(position * size, (position + 1) * size)
+    if storage.interleaved_gate_up and count == 2:
+        part = slice(position, None, 2)
+    if storage.input_major:
+        return (expert, slice(None), part), (size, shape[1])
+    return (expert, part), (size, shape[2])
+
+
+def _looks_stacked(model: nn.Module, entry: str) -> bool:
+    owner = model.get_submodule(entry.rpartition(".")[0])
+    return not isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+
+
+def _refuse_unknown_stack(source: str, info: TensorShape, spec: ModelSpec | None) -> None:
+    if spec is None and "expert" in source:
+        raise SpecError(
+            f"tensor {source!r} {list(info.shape)} holds stacked experts, and no spec says which "
+            "axis is the reduction axis; add the model (models/README.md) before quantizing it"
+        )
+
+
+def _apply_facts(
+    model: nn.Module,
+    names: NameMap,
+    found: list[Candidate],
+    ptq: PTQSpec,
+    tensors: Mapping[str, TensorShape],
+) -> list[Candidate]:
+    """Set the reasons that the architecture gives: head, routers, towers, single outputs."""
+    heads = _head_names(model, names)
+    blocks = {c.experts.rpartition(".")[0]: c.experts for c in found if c.experts}
+    counts: dict[str, int] = {}
+    for c in found:
+        if c.experts and c.expert is not None:
+            counts[c.experts] = max(counts.get(c.experts, 0), c.expert + 1)
+    return [
+        _with_skip(c, _fact(c, heads, blocks, counts, ptq)) for c in found if c.source in tensors
+    ]
+
+
+def _fact(
+    c: Candidate,
+    heads: set[str],
+    blocks: Mapping[str, str],
+    counts: Mapping[str, int],
+    ptq: PTQSpec,
+) -> str | None:
+    if c.name in heads:
+        return "output head"
+    parent = c.name.rpartition(".")[0]
+    for router in ptq.router_names:
+        block = c.name.removesuffix(f".{router}")
+        if block != c.name and block in blocks:
+            return "router"
+    if parent in blocks and c.expert is None and c.shape[0] == counts.get(blocks[parent]):
+        return "router"
+    for pattern in ptq.skip_modules:
+        if match_part(pattern, c.name):
+            return f"left out by the model's spec ({pattern})"
+    if c.shape[0] == 1:
+        return "one output only"
+    return None
+
+
+def _with_skip(c: Candidate, skip: str | None) -> Candidate:
+    from dataclasses import replace
+
+    return replace(c, skip=skip) if skip else c
+
+
+def _head_names(model: Any, names: NameMap) -> set[str]:
+    """Names on disk of the output head, wherever the model has one."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None:
+        return set()
+    for module_name, module in model.named_modules():
+        if module is head:
+            group = names.by_target.get(f"{module_name}.weight")
+            return {s.removesuffix(".weight") for s in group.sources} if group else {module_name}
+    return set()
+
+
+def apply_recipe(found: list[Candidate], recipe: Recipe) -> list[Candidate]:
+    """Set the reasons that the recipe gives.
+
+    Raises:
+        RecipeError: A pattern selects nothing, or nothing is left to quantize.
+    """
+    for kind, patterns in (("include", recipe.include), ("exclude", recipe.exclude)):
+        _check_patterns(kind, patterns, found, recipe)
+    chosen = []
+    for c in found:
+        skip = c.skip
+        if skip is None and recipe.include and not any(selects(p, c.name) for p in recipe.include):
+            skip = f"not in the recipe {recipe.name}"
+        for pattern in recipe.exclude:
+            if skip is None and selects(pattern, c.name):
+                skip = f"excluded by the pattern {pattern!r}"
+        chosen.append(_with_skip(c, skip))
+    if not any(c.skip is None for c in chosen):
+        reasons = sorted({str(c.skip) for c in chosen}) or ["the model has no linear layers"]
+        raise RecipeError(
+            f"the recipe {recipe.name!r} quantizes nothing of this model "
+            f"({len(chosen)} matrices, left out as: {'; '.join(reasons[:5])}); change its patterns"
+        )
+    return chosen
+
+
+def _check_patterns(
+    kind: str, patterns: tuple[str, ...], found: list[Candidate], recipe: Recipe
+) -> None:
+    """A preset's include list serves every architecture: there, one hit in all is enough."""
+    from modelopt_lite.recipes import preset_names
+
+    hits = {p: any(selects(p, c.name) for c in found) for p in patterns}
+    if kind == "include" and recipe.name in preset_names():
+        return
+    for pattern, hit in hits.items():
+        if not hit:
+            example = found[0].name if found else "(none)"
+            raise RecipeError(
+                f"the {kind} pattern {pattern!r} of recipe {recipe.name!r} matches no linear "
+                f"layer; a name looks like {example!r}, and a lone * spans one or more parts"
+            )

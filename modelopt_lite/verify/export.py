@@ -1,0 +1,208 @@
+"""An export as the audit sees it: modules with their weights and scales, and what the configs say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelopt_lite.checkpoint.header import TensorInfo
+from modelopt_lite.checkpoint.reader import Checkpoint
+from modelopt_lite.errors import CheckpointError
+from modelopt_lite.formats.linear import FORMATS, LinearFormat
+from modelopt_lite.models import get_spec
+from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec
+
+PACKED_DTYPES = frozenset({torch.float8_e4m3fn, torch.uint8, torch.int8})
+_SCALE = re.compile(
+    r"(?P<module>.+)(?P<joint>[._])"
+    r"(?P<suffix>weight_scale_2|weight_scale|input_scale|pre_quant_scale)"
+)
+_KV_SCALE = re.compile(r"(?P<module>.+)\.(?P<which>[kv])_scale")
+# Without a spec: what the engines join in every architecture that has it.
+_STRUCTURAL_GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+_CHUNK_BYTES = 1 << 24
+
+
+@dataclass(slots=True)
+class Module:
+    """A module with a weight of two or more axes, or with scales.
+
+    Attributes:
+        name: ``….q_proj``, or ``….experts.gate_up_proj`` where ``stacked``.
+        weight: Its weight; None where only scales exist.
+        scales: Suffix -> tensor.
+        stacked: All experts of a layer in one tensor, [E, in, out] or [E, out, in].
+    """
+
+    name: str
+    weight: TensorInfo | None = None
+    scales: dict[str, TensorInfo] = field(default_factory=dict)
+    stacked: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether the weight holds codes."""
+        return self.weight is not None and self.weight.dtype in PACKED_DTYPES
+
+    @property
+    def parent(self) -> str:
+        """Name of the module around it."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def role(self) -> str:
+        """Last part of the name."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class KVScale:
+    """One ``k_scale`` or ``v_scale``: of which attention module, and which."""
+
+    attention: str
+    which: str
+    tensor: TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What is written in a folder.
+
+    Attributes:
+        folder: The folder.
+        checkpoint: Its tensors.
+        spec: The model's spec, if it has one.
+        modules: By name.
+        kv_scales: Scales of the key and value cache.
+        algo: The ``quant_algo`` that the configs state, upper case; None without one.
+    """
+
+    folder: Path
+    checkpoint: Checkpoint
+    spec: ModelSpec | None
+    modules: dict[str, Module]
+    kv_scales: tuple[KVScale, ...]
+    algo: str | None
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Every tensor by name."""
+        return self.checkpoint.tensors
+
+    @property
+    def format(self) -> LinearFormat | None:
+        """The format of the packed modules, None for one that this package does not write."""
+        return next((f for f in FORMATS.values() if f.quant_algo == self.algo), None)
+
+    @property
+    def ptq(self) -> PTQSpec:
+        """What the engines join, by the spec or by what they join everywhere."""
+        if self.spec is not None and self.spec.ptq_spec is not None:
+            return self.spec.ptq_spec
+        return PTQSpec(fused_linears=_STRUCTURAL_GROUPS)
+
+    @property
+    def storage(self) -> ExpertStorageSpec:
+        """How experts are stored."""
+        known = self.spec.expert_storage_spec if self.spec else None
+        return known or ExpertStorageSpec()
+
+    @property
+    def stacked_input_major(self) -> bool:
+        """Whether stacked experts are [E, in, out], as all known models that export stacks have."""
+        known = self.spec.expert_storage_spec if self.spec else None
+        return known.input_major if known else True
+
+    def packed(self) -> Iterator[Module]:
+        """Yield the quantized modules."""
+        return (m for m in self.modules.values() if m.packed)
+
+    def logical_shape(self, module: Module) -> tuple[int, ...]:
+        """Return the shape of the matrix or stack that a module's codes stand for."""
+        if module.weight is None:
+            return ()
+        shape = module.weight.shape
+        if module.weight.dtype != torch.uint8:
+            return shape
+        axis = 1 if module.stacked and self.stacked_input_major else len(shape) - 1
+        return (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
+
+
+def read_export(checkpoint: Checkpoint, algo: str | None) -> Export:
+    """Sort an export's tensors into modules. Reads nothing but names and headers."""
+    modules: dict[str, Module] = {}
+    kv_scales = []
+    for name, info in checkpoint.tensors.items():
+        if match := _SCALE.fullmatch(name):
+            module = modules.setdefault(match["module"], Module(match["module"]))
+            module.scales[match["suffix"]] = info
+            module.stacked = module.stacked or match["joint"] == "_"
+        elif match := _KV_SCALE.fullmatch(name):
+            kv_scales.append(KVScale(_attention(match["module"]), match["which"], info))
+    for name, info in checkpoint.tensors.items():
+        stem = name.removesuffix(".weight")
+        if stem != name and (stem in modules or len(info.shape) > 1):
+            modules.setdefault(stem, Module(stem)).weight = info
+        elif name in modules or (len(info.shape) == 3 and _may_be_stack(name, info)):
+            module = modules.setdefault(name, Module(name))
+            module.weight, module.stacked = info, True
+    model_type = checkpoint.config.get("model_type")
+    spec = get_spec(model_type) if isinstance(model_type, str) else None
+    return Export(checkpoint.path, checkpoint, spec, modules, tuple(kv_scales), algo)
+
+
+def _may_be_stack(name: str, info: TensorInfo) -> bool:
+    leaf = name.rpartition(".")[2]
+    is_scale = _SCALE.fullmatch(name) is not None
+    numeric = info.dtype.is_floating_point or info.dtype in PACKED_DTYPES
+    return numeric and not is_scale and "bias" not in leaf and "expert" in name
+
+
+def _attention(module: str) -> str:
+    """``….self_attn.k_proj`` and ``….self_attn`` both name the attention ``….self_attn``."""
+    parent, _, role = module.rpartition(".")
+    return parent if role.endswith("_proj") else module
+
+
+def chunks(info: TensorInfo) -> Iterator[Tensor]:
+    """Read a tensor as stored, in flat pieces of at most 16 MiB.
+
+    Raises:
+        CheckpointError: The file cannot be read or is too short.
+    """
+    try:
+        with info.file.open("rb") as file:
+            file.seek(info.start)
+            left = info.end - info.start
+            while left:
+                data = bytearray(min(left, _CHUNK_BYTES))
+                if file.readinto(data) != len(data):
+                    raise CheckpointError(f"{info.file}: ends inside of {info.name!r}")
+                left -= len(data)
+                yield torch.frombuffer(data, dtype=torch.uint8).view(info.dtype)
+    except OSError as error:
+        raise CheckpointError(f"{info.file}: cannot be read ({error.strerror or error})") from error
+
+
+def scalar(checkpoint: Checkpoint, info: TensorInfo) -> float:
+    """Read a tensor of one element."""
+    return float(checkpoint.read(info.name).reshape(()))
+
+
+def nested(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a config and every config inside of it."""
+    yield config
+    for value in config.values():
+        if isinstance(value, dict):
+            yield from nested(value)

@@ -1,0 +1,292 @@
+"""The records a model package fills in: one ``ModelSpec`` made of sections.
+
+A section holds facts of one topic, never an instruction and never a choice. Everything is frozen
+and keyword-only; sequences are tuples. Names of modules and tensors are those on disk unless a
+field says otherwise. This file imports neither torch nor transformers: modules are duck-typed.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+def match_class_names(module: object, names: tuple[str, ...]) -> bool:
+    """Return whether a class in ``module``'s MRO has one of ``names``.
+
+    Whole names are compared, case aside: a class generated around a model's class (a quantized or
+    sharded one) still matches through its base, and ``FooMoE`` never matches ``FooMoEBlock``.
+
+    Args:
+        module: Any object, in practice an ``nn.Module``.
+        names: Class names without their module paths.
+    """
+    wanted = {name.casefold() for name in names}
+    return any(cls.__name__.casefold() in wanted for cls in type(module).__mro__)
+
+
+def is_tuple_hint(hint: Any) -> bool:
+    """Return whether a resolved annotation is a tuple type, or a union with one in it."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(is_tuple_hint(part) for part in typing.get_args(hint))
+    return hint is tuple or typing.get_origin(hint) is tuple
+
+
+@functools.cache
+def _tuple_fields(section: Any) -> tuple[str, ...]:
+    hints = typing.get_type_hints(section)
+    return tuple(name for name, hint in hints.items() if is_tuple_hint(hint))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpecSection:
+    """Base of every section of a ``ModelSpec``.
+
+    It marks a class as a section, so that the lookups find a new one from the annotations of
+    ``ModelSpec`` and need no list of section names.
+
+    Raises:
+        TypeError: A field that holds a sequence got something other than a tuple.
+    """
+
+    def __post_init__(self) -> None:
+        section: Any = type(self)  # mypy takes a class with __hash__ for something unhashable
+        for name in _tuple_fields(section):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, tuple):
+                # ("Name") is a string: without this check it would be read letter by letter.
+                raise TypeError(
+                    f"{type(self).__name__}.{name} must be a tuple, got {value!r}; "
+                    "a tuple of one element ends with a comma: ('name',)"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoESpec(SpecSection):
+    """What a model's mixture-of-experts blocks are: their classes and how experts are named.
+
+    One layout a model. A model whose blocks go by several class names lists them all, provided
+    that they share the layout. These are facts of the architecture; whether a grouped export may
+    use them is ``ExportSpec``'s matter, and whether the experts of a built model can be iterated
+    depends on the installed transformers and is read off the module.
+
+    Attributes:
+        block_names: Class names of the MoE block, compared with ``match_class_names``.
+        expert_linear_names: Names of an expert's linear projections. Where experts are rewritten
+            into one module each, the names on the rewritten module.
+        fused_expert_names: True where ``expert_linear_names`` are the 3-D parameters of a fused
+            container, False where they are modules of one expert. The same model takes either
+            form, depending on the transformers release.
+        gate_up_pair: The (gate, up) names among ``expert_linear_names`` that engines fuse into
+            one projection. None for experts without a gate and for names that are fused already.
+
+    Raises:
+        TypeError: A sequence that is not a tuple.
+        ValueError: ``gate_up_pair`` names something that ``expert_linear_names`` lacks.
+    """
+
+    block_names: tuple[str, ...] = ()
+    expert_linear_names: tuple[str, ...] | None = None
+    fused_expert_names: bool = False
+    gate_up_pair: tuple[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        SpecSection.__post_init__(self)  # super() does not work in a class remade for slots
+        if self.gate_up_pair is None or self.expert_linear_names is None:
+            return
+        missing = set(self.gate_up_pair) - set(self.expert_linear_names)
+        if missing:
+            raise ValueError(
+                f"gate_up_pair {self.gate_up_pair} must be among expert_linear_names "
+                f"{self.expert_linear_names}; {sorted(missing)} is not"
+            )
+
+    @property
+    def gate_up_pairs(self) -> tuple[tuple[str, str], ...]:
+        """``gate_up_pair`` as a tuple of none or one, for ``list_all_possible``."""
+        return () if self.gate_up_pair is None else (self.gate_up_pair,)
+
+    def matches(self, module: object) -> bool:
+        """Return whether ``module``'s class is one of ``block_names``."""
+        return match_class_names(module, self.block_names)
+
+    def expert_linear_names_for(
+        self, module: object, fused: bool | None = None
+    ) -> tuple[str, ...] | None:
+        """Return the names of ``module``'s expert projections, or None when unknown here.
+
+        Args:
+            module: The MoE block. Its class is not looked at: a spec may give names without
+                giving ``block_names``, and there is one layout a model.
+            fused: What the caller saw on the module: True for a container with 3-D parameters,
+                False for a list of experts. The answer is None when the names describe the
+                other form. None accepts either.
+        """
+        if fused is not None and fused != self.fused_expert_names:
+            return None
+        return self.expert_linear_names
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportSpec(SpecSection):
+    """What the exporter needs to know of a model beyond its architecture.
+
+    Attributes:
+        grouped_expert_export: Whether the experts may be treated as one group when AWQ or
+            SVDQuant scales are averaged. It says what has been validated, not what the model is.
+        pqs_fuse_rules: Triples (parts of class names, fuse_into, fuse_from). In a module whose
+            class name contains one of the parts, the AWQ ``pre_quant_scale`` of child
+            ``fuse_from`` is folded into the rows of child ``fuse_into``. A rule claims that the
+            two are equal for this model's modules.
+        weight_plus_one_norm_names: Classes of norms that scale by ``weight + 1``. A fold of s
+            into such a norm writes ``(weight + 1) * s - 1``. Compared with
+            ``match_class_names``.
+    """
+
+    grouped_expert_export: bool = False
+    pqs_fuse_rules: tuple[tuple[tuple[str, ...], str, str], ...] = ()
+    weight_plus_one_norm_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EPSpec(SpecSection):
+    """What calibration with sharded experts (expert-parallel ranks) needs of a model.
+
+    Most models need data only. ``prepare`` is for checkpoints that bring their own code.
+
+    Attributes:
+        base_model_ep_plan: Parameter glob -> parallel style, set on the config when it has no
+            plan of its own. None where transformers ships one: the model's own wins. Where the
+            router gives global expert ids, an entry for it would mask them.
+        requires_transformers: The first release that shards this model, where that is later than
+            what expert parallelism needs anyway. ``min_transformers_version`` is another matter.
+        plan_config_attr: The nested config that carries the plan ("text_config"). None: the root.
+            Globs are written against that config's module tree; elsewhere they match nothing.
+        prepare: ``prepare(hf_config, ckpt_path=..., trust_remote_code=...)`` returns the config
+            to load. Called after the fields above were applied.
+        prepared_ep_plan: The plan that ``prepare`` sets. Stated, never applied: it lets a run
+            without expert parallelism find the routed experts without calling ``prepare``.
+        unsupported: Why this model cannot be sharded although its config says it could. The run
+            is refused with this reason before weights are read.
+    """
+
+    base_model_ep_plan: dict[str, str] | None = None
+    requires_transformers: str | None = None
+    plan_config_attr: str | None = None
+    prepare: Callable[..., Any] | None = None
+    prepared_ep_plan: dict[str, str] | None = None
+    unsupported: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PTQSpec(SpecSection):
+    """What quantization and streaming need to know of a model's layers.
+
+    Attributes:
+        layer_names: Classes of the decoder layer, every spelling across releases; each instance
+            is one streaming unit. Compared with ``match_class_names``.
+        router_names: Children of the MoE block that are never quantized: the router, and gates
+            with one output.
+        skip_modules: Globs of module names left alone by default besides routers, embeddings and
+            the head: towers, projectors, convolutions, extra prediction layers. ``*`` is any run
+            of characters, dots included, ``?`` is one. Tensors that no module of the built model
+            owns are copied by the accounting and need no glob.
+        fused_linears: Groups of children of one parent that engines join into one matrix and
+            that therefore share scales. A parent that lacks a member has no such group.
+        norm_feeds: Pairs (norm, readers), paths within one decoder layer. A fold into the norm is
+            exact only when it reaches every reader that the layer has. A path of the experts
+            container stands for the gate and up projection of each expert. Paths that a layer
+            lacks are skipped; so are readers whose input width is not the norm's.
+        keep_dtype_names: Last parts of names of tensors that keep the source's dtype in the
+            loaded model, whatever dtype the rest is loaded in.
+        key_value_names: Children of the attention module whose names carry ``k_scale`` and
+            ``v_scale``. Engines look for these names even where no such child exists (MLA).
+    """
+
+    layer_names: tuple[str, ...] = ()
+    router_names: tuple[str, ...] = ()
+    skip_modules: tuple[str, ...] = ()
+    fused_linears: tuple[tuple[str, ...], ...] = ()
+    norm_feeds: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    keep_dtype_names: tuple[str, ...] = ()
+    key_value_names: tuple[str, str] = ("k_proj", "v_proj")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertStorageSpec(SpecSection):
+    """How the routed experts lie on disk, and how engines want them.
+
+    Letters: E experts, I expert width, H hidden width.
+
+    Attributes:
+        container: Path of the experts inside the MoE block.
+        linear_names: Names of one expert's linears, (gate, up, down), or (up, down) without a
+            gate. Empty where checkpoints never store experts one by one.
+        stacked_names: Names of the 3-D tensors of checkpoints that store all experts in one:
+            (gate and up, down), or (up, down) without a gate. [E, 2I, H] and [E, H, I], gate
+            first, unless the two fields below say otherwise.
+        input_major: The stacked tensors are [E, H, 2I] and [E, I, H].
+        interleaved_gate_up: Gate and up alternate along 2I, gate at 0, 2, 4, ...
+        export_stacked: Engines read the stacked names. False: they want one tensor an expert,
+            also when the source is stacked.
+        shared_expert_names: Children of the block that run for every token.
+    """
+
+    container: str = "experts"
+    linear_names: tuple[str, ...] = ()
+    stacked_names: tuple[str, ...] = ()
+    input_major: bool = False
+    interleaved_gate_up: bool = False
+    export_stacked: bool = False
+    shared_expert_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """Everything recorded about one model type; a section it does not need is None.
+
+    Attributes:
+        model_type: ``config.model_type``, unique in the registry.
+        min_transformers_version: The first release whose classes this spec describes, 4.57 for
+            older models (nothing older is supported). None where the code comes with the
+            checkpoint.
+        modeling_source: Where the model's code lives. "remote_code" needs trust_remote_code.
+        moe_spec: The MoE layout. None for a dense model.
+        export_spec: None when export needs nothing particular.
+        ep_spec: None for a dense model, or where stock transformers has all that is needed.
+        ptq_spec: None when nothing is known: no streaming units, no shared scales.
+        expert_storage_spec: None for a dense model.
+
+    Raises:
+        ValueError: An empty ``model_type``.
+    """
+
+    model_type: str
+    min_transformers_version: str | None = None
+    modeling_source: Literal["transformers", "remote_code"] = "transformers"
+    moe_spec: MoESpec | None = None
+    export_spec: ExportSpec | None = None
+    ep_spec: EPSpec | None = None
+    ptq_spec: PTQSpec | None = None
+    expert_storage_spec: ExpertStorageSpec | None = None
+
+    def __post_init__(self) -> None:
+        if not self.model_type:
+            raise ValueError(
+                f"model_type is {self.model_type!r}; give the model_type of the model's config.json"
+            )
+
+
+@functools.cache
+def _spec_sections() -> dict[str, type[SpecSection]]:
+    """Map each field of ``ModelSpec`` that holds a section to the section's class."""
+    sections: dict[str, type[SpecSection]] = {}
+    for field, hint in typing.get_type_hints(ModelSpec).items():
+        for part in typing.get_args(hint) or (hint,):
+            if isinstance(part, type) and issubclass(part, SpecSection):
+                sections[field] = part
+    return sections

@@ -1,0 +1,196 @@
+"""Lockstep execution: many forward passes advance through a model together, one unit at a time.
+
+A pass is suspended where it enters a unit (a greenlet switch inside the unit's forward pre-hook).
+When every pass that can reach the unit waits there, its weights are brought in once, each pass runs
+through it in turn, and its weights leave. The model's own forward code runs unchanged. A unit that
+runs twice, or in another order in another pass, is brought in again; nothing depends on the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import nn
+from torch.overrides import (
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from modelopt_lite.errors import InternalError
+
+
+@dataclass(slots=True)
+class _Job:
+    """One forward pass: its greenlet, where it waits, and what it has done."""
+
+    index: int
+    body: Callable[[], Any]
+    fiber: greenlet
+    unit: str | None = None
+    entered: int = 0
+    result: Any = None
+    state: _TorchState | None = None
+
+
+@dataclass(slots=True)
+class _TorchState:
+    """torch's modes, which belong to the thread and must follow the greenlet that set them."""
+
+    grad: bool
+    inference: bool
+    autocast: dict[str, tuple[bool, torch.dtype]] = field(default_factory=dict)
+    autocast_cache: bool = True
+    modes: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def capture(cls) -> _TorchState:
+        devices = {"cpu"}
+        if (accelerator := torch.accelerator.current_accelerator()) is not None:
+            devices.add(accelerator.type)
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast={
+                d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
+            },
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            modes=_get_current_function_mode_stack(),
+        )
+
+    def restore(self) -> None:
+        """Make the thread's state equal to this one.
+
+        Inference mode has no setter; the pass must leave it as it found it between two units.
+        """
+        if torch.is_inference_mode_enabled() != self.inference:
+            raise InternalError(
+                "a forward pass changed torch's inference mode across units; run the whole model "
+                "under one inference mode (no torch.inference_mode() around several layers)"
+            )
+        torch.set_grad_enabled(self.grad)
+        for device, (enabled, dtype) in self.autocast.items():
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        if _get_current_function_mode_stack() != self.modes:
+            while _get_current_function_mode_stack():
+                _pop_mode()
+            for mode in self.modes:
+                _push_mode(mode)
+
+
+class Lockstep:
+    """Runs forward passes together over the units of one model.
+
+    Args:
+        units: Name -> module. A unit inside another is part of the outer one.
+        enter: Called with a unit's name before its first waiting pass runs; brings it in.
+        leave: Called with its name when every pass that waited has left it.
+
+    ``entries`` counts how often each unit was brought in.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, nn.Module],
+        *,
+        enter: Callable[[str], None],
+        leave: Callable[[str], None],
+    ) -> None:
+        self._units = dict(units)
+        self._enter = enter
+        self._leave = leave
+        self._hub: greenlet | None = None
+        self._jobs: dict[greenlet, _Job] = {}
+        self._inside: str | None = None
+        self.entries: dict[str, int] = dict.fromkeys(self._units, 0)
+
+    def run(self, passes: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run every pass to its end and return their results, in order.
+
+        Raises:
+            Exception: Whatever the first failing pass, ``enter`` or ``leave`` raised; the other
+                passes are ended first.
+        """
+        hooks = [
+            module.register_forward_pre_hook(self._pre_hook(name))
+            for name, module in self._units.items()
+        ]
+        self._hub = getcurrent()
+        jobs = [self._start(index, body) for index, body in enumerate(passes)]
+        outside = _TorchState.capture()
+        try:
+            for job in jobs:
+                self._resume(job, outside)
+            while waiting := [job for job in jobs if job.unit is not None]:
+                self._run_unit(waiting, outside)
+        finally:
+            self._abandon(jobs)
+            outside.restore()
+            for hook in hooks:
+                hook.remove()
+            self._hub = None
+            self._jobs = {}
+        return [job.result for job in jobs]
+
+    def _start(self, index: int, body: Callable[[], Any]) -> _Job:
+        def main() -> None:
+            job.result = body()
+
+        job = _Job(index=index, body=body, fiber=greenlet(main))
+        job.fiber.gr_context = copy_context()
+        self._jobs[job.fiber] = job
+        return job
+
+    def _run_unit(self, waiting: list[_Job], outside: _TorchState) -> None:
+        """Bring in the unit of the pass that is furthest behind, and run all that wait for it."""
+        name = min(waiting, key=lambda job: (job.entered, job.index)).unit
+        assert name is not None
+        self.entries[name] += 1
+        self._enter(name)
+        self._inside = name
+        try:
+            for job in waiting:
+                if job.unit == name:
+                    self._resume(job, outside)
+        finally:
+            self._inside = None
+        self._leave(name)
+
+    def _resume(self, job: _Job, outside: _TorchState) -> None:
+        """Run a pass until it waits for its next unit or ends."""
+        job.unit = None
+        if job.state is not None:
+            job.state.restore()
+        try:
+            job.fiber.switch()
+        finally:
+            job.state = _TorchState.capture()
+            outside.restore()
+
+    def _pre_hook(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            job = self._jobs.get(getcurrent())
+            if job is None or self._hub is None:
+                raise InternalError(
+                    f"unit {name!r} ran outside of a lockstep pass, from another thread or greenlet"
+                )
+            job.unit = name
+            job.entered += 1
+            self._hub.switch()
+
+        return hook
+
+    def _abandon(self, jobs: list[_Job]) -> None:
+        """End passes that are still suspended, as after an error in another one."""
+        for job in jobs:
+            if job.fiber and not job.fiber.dead:
+                if job.state is not None:
+                    job.state.restore()
+                job.fiber.throw()

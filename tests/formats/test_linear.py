@@ -1,0 +1,142 @@
+"""The interface of linear formats: shapes on disk, stacks, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from modelopt_lite.errors import InternalError, NonFiniteError, ShapeError
+from modelopt_lite.formats import base, fp8, nvfp4
+from modelopt_lite.formats.linear import FORMATS, measure_error
+
+NAMES = sorted(FORMATS)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("shape", "input_major"), [((24, 32), False), ((3, 24, 32), False), ((3, 32, 24), True)]
+)
+def test_tensors_are_as_announced(name: str, shape: tuple[int, ...], input_major: bool) -> None:
+    fmt = FORMATS[name]
+    w = random(*shape)
+    assert fmt.problem(shape, stacked_input_major=input_major) is None
+    specs = {s.suffix: s for s in fmt.tensors(shape, stacked_input_major=input_major)}
+    assert list(specs) == [
+        s for s in ("weight", "weight_scale", "weight_scale_2", "input_scale") if s in specs
+    ]
+    assert ("input_scale" in specs) is fmt.static_input
+    tensors = fmt.quantize(w, None, numerics="exact", input_major=input_major)
+    assert set(tensors) == set(specs) - {"input_scale"}
+    for suffix, tensor in tensors.items():
+        assert (tensor.dtype, tuple(tensor.shape)) == (specs[suffix].dtype, specs[suffix].shape)
+        assert tensor.is_contiguous()
+    value = fmt.dequantize(tensors, torch.float32, input_major=input_major)
+    assert value.shape == w.shape
+    bound = fmt.max_error(w, tensors, numerics="exact", input_major=input_major)
+    assert bool(((value - w.float()).abs() <= bound).all())
+    report = measure_error(fmt, w, tensors, numerics="exact", input_major=input_major)
+    assert 0.5 < report.worst <= 1
+    assert 0.01 < report.relative < 0.15
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_input_major_is_the_transpose(name: str) -> None:
+    fmt = FORMATS[name]
+    w = random(3, 32, 24)
+    amax = base.amax(w)
+    stacked = fmt.quantize(w, amax, numerics="exact", input_major=True)
+    for e in range(3):
+        single = fmt.quantize(w[e].t(), amax, numerics="exact")
+        for suffix, tensor in single.items():
+            part = stacked[suffix] if tensor.ndim == 0 else stacked[suffix][e]
+            part = part.t() if tensor.ndim == 2 else part
+            assert part.float().equal(tensor.float()), suffix
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zero_weight(name: str) -> None:
+    """C48: a scale that divides, codes 0, values exactly 0."""
+    fmt = FORMATS[name]
+    for numerics in ("exact", "modelopt"):
+        tensors = fmt.quantize(torch.zeros(4, 32).bfloat16(), None, numerics=numerics)
+        assert not tensors["weight"].view(torch.uint8).any()
+        assert not fmt.dequantize(tensors, torch.float32).any()
+        assert all(bool((t.float() > 0).all()) for k, t in tensors.items() if k != "weight")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_non_finite_is_refused(name: str, bad: float) -> None:
+    w = random(4, 32)
+    w[1, 5] = bad
+    with pytest.raises(NonFiniteError, match="NaN or infinity"):
+        FORMATS[name].quantize(w, None, numerics="exact")
+    if FORMATS[name].static_input:
+        with pytest.raises(NonFiniteError):
+            FORMATS[name].input_scale(torch.tensor(bad).abs())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_damage_is_measured(name: str) -> None:
+    """What the audit is for: a wrong scale, a transposed matrix, a NaN."""
+    fmt = FORMATS[name]
+    w = random(32, 32)
+    tensors = fmt.quantize(w, None, numerics="exact")
+    halved = {
+        **tensors,
+        "weight_scale": (tensors["weight_scale"].float() * 0.5).to(tensors["weight_scale"].dtype),
+    }
+    assert measure_error(fmt, w, halved, numerics="exact").worst > 1
+    assert measure_error(fmt, w.t(), tensors, numerics="exact").worst > 1
+    damaged = {k: t.clone() for k, t in tensors.items()}
+    target = "weight" if name.startswith("fp8") else "weight_scale"
+    damaged[target].view(torch.uint8)[0, 0] = 0x7F
+    assert not measure_error(fmt, w, damaged, numerics="exact").worst <= 1
+
+
+def test_problems() -> None:
+    assert FORMATS["nvfp4"].problem((8, 40)) == "K=40 is not a multiple of 16"
+    assert FORMATS["nvfp4"].problem((2, 40, 16), stacked_input_major=True) is not None
+    assert FORMATS["nvfp4"].problem((2, 16, 40), stacked_input_major=True) is None
+    assert FORMATS["fp8"].problem((8, 40)) is None
+    for name in NAMES:
+        assert "R=0" in str(FORMATS[name].problem((0, 16)))
+        assert "K=0" in str(FORMATS[name].problem((8, 0)))
+        assert "E=0" in str(FORMATS[name].problem((0, 8, 16)))
+        assert FORMATS[name].problem((16,)) is not None
+    with pytest.raises(ShapeError, match="multiple of 16"):
+        nvfp4.quantize(random(4, 24), torch.tensor(1.0))
+    with pytest.raises(ShapeError, match="does not fit"):
+        fp8.quantize(random(4, 24), torch.ones(3), numerics="exact")
+
+
+def test_input_scales() -> None:
+    amax = torch.tensor(5.0).bfloat16()
+    assert float(FORMATS["fp8"].input_scale(amax)) == pytest.approx(5 / 448)
+    assert float(FORMATS["nvfp4"].input_scale(amax)) == pytest.approx(5 / 2688)
+    zero = torch.tensor(0.0)
+    assert float(FORMATS["fp8"].input_scale(zero)) == 1
+    assert float(FORMATS["nvfp4"].input_scale(zero)) == pytest.approx(1 / 448)
+    for name in ("w4a16_nvfp4", "fp8_per_channel_per_token"):
+        with pytest.raises(InternalError):
+            FORMATS[name].input_scale(amax)
+    with pytest.raises(InternalError):
+        FORMATS["fp8"].fake_quantize_input(random(2, 16), None)
+    x = random(2, 16)
+    assert FORMATS["w4a16_nvfp4"].fake_quantize_input(x, None) is x
+
+
+def test_amax() -> None:
+    w = random(4, 32)
+    assert base.amax(w).dtype == torch.float32
+    assert base.amax(w).item() == w.float().abs().max().item()
+    assert base.row_amax(w).equal(w.float().abs().amax(-1))
+    assert base.amax(w[:0]).item() == 0
+    w[2, 3] = float("nan")
+    assert base.amax(w).isnan()
+    assert base.row_amax(w).isnan().tolist() == [False, False, True, False]

@@ -1,0 +1,161 @@
+"""How model packages are found: beside the registry, by entry point, in folders of the user."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelopt_lite.models import ModelSpec, discovery, get_specs, register, registry
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start from an empty registry, restored afterwards."""
+    monkeypatch.setattr(registry, "_SPECS", {})
+    monkeypatch.setattr(registry, "_PLACES", {})
+
+
+def python(
+    code: str, cwd: Path = REPOSITORY, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**env, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def write_package(folder: Path, model_type: str, registered: str | None = None) -> Path:
+    package = folder / model_type
+    package.mkdir(parents=True)
+    specs = package / "specs.py"
+    specs.write_text(
+        "from modelopt_lite.models import ModelSpec, register\n"
+        f"register(ModelSpec(model_type={registered or model_type!r}))\n"
+    )
+    return specs
+
+
+LIST = "from modelopt_lite.models import get_specs; print(*[s.model_type for s in get_specs()])"
+
+
+def test_every_folder_is_registered_in_sorted_order() -> None:
+    folders = sorted(file.parent.name for file in (REPOSITORY / "models").glob("*/specs.py"))
+    assert len(folders) >= 16
+    assert python(LIST, MODELOPT_LITE_MODELS_PATH="").stdout.split() == folders
+    for folder in folders:
+        assert (REPOSITORY / "models" / folder / "__init__.py").is_file(), "else no wheel has it"
+
+
+def test_importing_is_quick_and_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, time; start = time.process_time(); import modelopt_lite.models;"
+        "print(time.process_time() - start, sorted({'torch', 'transformers', 'numpy'} & set("
+        "sys.modules)))"
+    )
+    python(code)  # a first run warms the file cache
+    results = []  # seconds of CPU time: the machine may be busy with other tests
+    for _ in range(5):
+        seconds, heavy = python(code, PYTHONDONTWRITEBYTECODE="").stdout.split(maxsplit=1)
+        assert heavy.strip() == "[]"
+        results.append(float(seconds))
+    assert min(results) < 0.15
+
+
+def test_the_bare_name_is_refused() -> None:
+    result = python("import models")
+    assert result.returncode
+    assert "import modelopt_lite.models instead" in result.stderr
+
+
+def test_folders_of_the_environment(tmp_path: Path) -> None:
+    write_package(tmp_path / "one", "my_model")
+    specs = write_package(tmp_path / "two", "your_model")
+    (specs.parent / "helper.py").write_text("X = 1\n")
+    specs.write_text(specs.read_text() + "from . import helper\n")  # imports like ours do
+    path = os.pathsep.join([str(tmp_path / "one"), "", str(tmp_path / "two")])
+    result = python(LIST, MODELOPT_LITE_MODELS_PATH=path)
+    assert result.stdout.split()[-2:] == ["my_model", "your_model"], result.stderr
+
+
+def test_a_collision_of_folders_names_both_files(tmp_path: Path) -> None:
+    specs = write_package(tmp_path, "llama")
+    result = python(LIST, MODELOPT_LITE_MODELS_PATH=str(tmp_path))
+    assert result.returncode
+    message = result.stderr.splitlines()[-1]
+    assert str(specs) in message
+    assert str(Path("models", "llama", "specs.py")) in message.replace(str(specs), "")
+
+
+def test_a_folder_that_holds_no_model_is_an_error(tmp_path: Path) -> None:
+    specs = write_package(tmp_path, "my_model")
+    result = python(LIST, MODELOPT_LITE_MODELS_PATH=str(specs.parent))  # one level too deep
+    assert "holds no <model_type>/specs.py" in result.stderr
+
+
+def test_a_package_must_register_its_own_name(tmp_path: Path) -> None:
+    specs = write_package(tmp_path, "my_model", registered="other")
+    result = python(LIST, MODELOPT_LITE_MODELS_PATH=str(tmp_path))
+    assert f"{specs} registers no spec for 'my_model'" in result.stderr
+
+
+class FakeEntry:
+    """An entry point whose module does ``load``."""
+
+    value = "their_package.specs"
+
+    def __init__(self, name: str, load: Any) -> None:
+        self.name = name
+        self.load = load
+
+
+def entry_points(monkeypatch: pytest.MonkeyPatch, *entries: FakeEntry) -> None:
+    def fake(*, group: str) -> tuple[FakeEntry, ...]:
+        assert group == "modelopt_lite.models"
+        return entries
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", fake)
+
+
+@pytest.mark.usefixtures("empty")
+def test_entry_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MODELOPT_LITE_MODELS_PATH", raising=False)
+    entries = [
+        FakeEntry(name, lambda name=name: register(ModelSpec(model_type=name))) for name in "zy"
+    ]
+    entry_points(monkeypatch, *entries)
+    discovery.import_all("nothing_here", [str(tmp_path)])
+    assert [spec.model_type for spec in get_specs()] == ["y", "z"]
+
+
+@pytest.mark.usefixtures("empty")
+def test_an_entry_point_that_collides_names_both_places(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    register(ModelSpec(model_type="y"))
+    entry_points(monkeypatch, FakeEntry("y", lambda: register(ModelSpec(model_type="y"))))
+    with pytest.raises(ValueError, match="registered twice") as caught:
+        discovery.import_all("nothing_here", [str(tmp_path)])
+    assert str(caught.value).count(f"{__file__}:") == 2
+    assert "entry point 'y' = 'their_package.specs'" in caught.value.__notes__[0]
+
+
+@pytest.mark.usefixtures("empty")
+def test_an_entry_point_that_registers_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    entry_points(monkeypatch, FakeEntry("y", lambda: None))
+    with pytest.raises(ValueError, match="registers no spec for 'y'"):
+        discovery.import_all("nothing_here", [str(tmp_path)])
