@@ -20,6 +20,7 @@ from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.linear import FORMATS, LinearFormat
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ModelSpec, PTQSpec
+from modelopt_lite.offload.patterns import match_part
 from modelopt_lite.offload.units import Unit, find_units
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import Candidate, TensorShape, apply_recipe, find_candidates
@@ -335,22 +336,26 @@ def _copies(
 def _kv_cache(
     model: nn.Module, names: NameMap, unit_of: Mapping[str, str], ptq: PTQSpec
 ) -> list[KVCacheScale]:
-    """Find every attention layer, by its key and value projections."""
+    """Find every attention layer: it has key and value projections, or is called an attention.
+
+    Latent attention (MLA) has no such projections; engines look for its scales under their names.
+    """
     key_name, value_name = ptq.key_value_names
     found = []
     for path, module in model.named_modules():
         children = dict(module.named_children())
-        if key_name not in children or value_name not in children:
+        named = key_name in children and value_name in children
+        if not named and not type(module).__name__.lower().endswith("attention"):
             continue
-        entry = f"{path}.{key_name}.weight"
-        group = names.by_target.get(entry)
-        if group is None or any(s for s in _skipped(group.sources, ptq)):
+        linear = key_name if named else _first_linear(module)
+        group = names.by_target.get(f"{path}.{linear}.weight")
+        if group is None or _is_skipped(group.sources[0], ptq):
             continue
-        prefix = group.sources[0].removesuffix(f".{key_name}.weight")
+        prefix = group.sources[0].removesuffix(f".{linear}.weight")
         found.append(
             KVCacheScale(
                 module=path,
-                unit=unit_of[entry],
+                unit=unit_of[group.targets[0]],
                 key=Output(f"{prefix}.{key_name}.k_scale", torch.float32, ()),
                 value=Output(f"{prefix}.{value_name}.v_scale", torch.float32, ()),
             )
@@ -358,16 +363,17 @@ def _kv_cache(
     if not found:
         raise RecipeError(
             f"the recipe asks for KV cache scales, but no module has {key_name!r} and "
-            f"{value_name!r}; leave kv_cache out, or name them in the model's spec"
+            f"{value_name!r} or is an attention; leave kv_cache out"
         )
     return found
 
 
-def _skipped(sources: Iterable[str], ptq: PTQSpec) -> Iterable[bool]:
-    from modelopt_lite.offload.patterns import match_part
+def _first_linear(module: nn.Module) -> str | None:
+    return next((n for n, child in module.named_children() if isinstance(child, nn.Linear)), None)
 
-    for source in sources:
-        yield any(match_part(p, source.removesuffix(".weight")) for p in ptq.skip_modules)
+
+def _is_skipped(source: str, ptq: PTQSpec) -> bool:
+    return any(match_part(p, source.removesuffix(".weight")) for p in ptq.skip_modules)
 
 
 def _ordered_outputs(plan: Plan) -> list[Output]:

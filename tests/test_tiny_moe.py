@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "train_tiny_moe.py"
 WEIGHTS = DATA / "model.safetensors"
 LAYERS, EXPERTS = 4, 8
 WINDOW = 256
-PERPLEXITY_BELOW = 5.0
+PERPLEXITY_BELOW = 5.5  # 4.87 with the text of Python 3.11; a model that knows nothing: 256
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,8 @@ def load_calibration_data(
             "least 1, 2 and 1"
         )
     origin, ids = _sequences(data, source, size, seq_len, trust_remote_code)
-    batches = tuple(ids) if ids and ids[0].ndim == 2 else tuple(_batch(ids[:size], batch_size or 8))
+    batched = bool(ids) and ids[0].ndim == 2
+    batches = tuple(ids if batched else batch_by_length(ids[:size], batch_size or 8))
     if not sum(batch.numel() for batch in batches):
         raise CalibrationError(
             f"the calibration data ({origin}) holds no tokens; give text, or token ids [B, T]"
@@ -95,7 +96,7 @@ def _sequences(
         from modelopt_lite.calibrate.text import calibration_text
 
         tokenizer = load_tokenizer(source, trust)
-        return "pydoc_data.topics", _blocks(tokenizer, calibration_text(), seq_len, size)
+        return "pydoc_data.topics", text_blocks(tokenizer, calibration_text(), seq_len, size)
     if isinstance(data, str | Path):
         return str(data), _from_file(Path(data), source, size, seq_len, trust)
     items = list(data)
@@ -128,7 +129,7 @@ def _from_file(path: Path, source: Path, size: int, seq_len: int, trust: bool) -
         return [_as_batch(t if t.ndim != 1 else t[None], i) for i, t in enumerate(ids)]
     tokenizer = load_tokenizer(source, trust)
     if path.suffix == ".txt":
-        return _blocks(tokenizer, path.read_text(encoding="utf-8"), seq_len, size)
+        return text_blocks(tokenizer, path.read_text(encoding="utf-8"), seq_len, size)
     samples = _take(_records(path), size)
     return [_encode_record(tokenizer, record, path)[:seq_len] for record in samples]
 
@@ -206,10 +207,19 @@ def _encode(tokenizer: Any, text: str, *, special: bool = True) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _blocks(tokenizer: Any, text: str, seq_len: int, size: int) -> list[Tensor]:
+def text_blocks(tokenizer: Any, text: str, seq_len: int, size: int) -> list[Tensor]:
     """Cut a long text to blocks; each begins as the tokenizer begins a text (BOS, if it has one).
 
     A text shorter than a block is one sequence as it is; otherwise the rest is dropped.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        text: What to cut; nothing gives no block.
+        seq_len: Tokens of a block, those that begin it included.
+        size: The most blocks that are cut.
+
+    Returns:
+        int64 [seq_len] each; one shorter than that only alone.
     """
     whole = _encode(tokenizer, text)
     plain = _encode(tokenizer, text, special=False)
@@ -223,8 +233,11 @@ def _blocks(tokenizer: Any, text: str, seq_len: int, size: int) -> list[Tensor]:
     return [torch.cat([start, plain[i * width : (i + 1) * width]]) for i in range(count)]
 
 
-def _batch(sequences: Iterable[Tensor], batch_size: int) -> Iterator[Tensor]:
-    """Batch sequences of equal length, lengths in the order in which they first occur."""
+def batch_by_length(sequences: Iterable[Tensor], batch_size: int) -> Iterator[Tensor]:
+    """Yield [B, T] batches of [T] sequences, lengths in the order in which they first occur.
+
+    Only sequences of equal length share a batch; empty ones are left out.
+    """
     by_length: dict[int, list[Tensor]] = {}
     for sequence in sequences:
         if len(sequence):

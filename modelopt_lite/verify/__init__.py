@@ -1,3 +1,3 @@
-"""Check a written checkpoint: its files, its tensors, its configs, and how far it is from its source."""
+"""Check a written checkpoint: its files, tensors and configs, and how far it is from its source."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An export as the audit sees it: modules with their weights and scales, and what the configs say."""
+"""An export as the audit sees it: modules with their weights and scales."""
 
 from __future__ import annotations
 
@@ -104,6 +104,11 @@ class Export:
     def format(self) -> LinearFormat | None:
         """The format of the packed modules, None for one that this package does not write."""
         return next((f for f in FORMATS.values() if f.quant_algo == self.algo), None)
+
+    @property
+    def smoothed(self) -> bool:
+        """Whether weights may be scaled by input channel: folded into norms, or stored beside."""
+        return any(part in (self.algo or "") for part in ("AWQ", "SVD", "SQ"))
 
     @property
     def ptq(self) -> PTQSpec:

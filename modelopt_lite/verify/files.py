@@ -85,7 +85,8 @@ def _compare(
         if ghosts := sorted(named - set(tensors)):
             yield Finding(
                 "index-ghost",
-                f"{index}: places {shorten(ghosts)} in {shard}, which does not hold it; export again",
+                f"{index}: places {shorten(ghosts)} in {shard}, which does not hold it; export "
+                "again",
             )
         if unlisted := sorted(set(tensors) - named):
             yield Finding(

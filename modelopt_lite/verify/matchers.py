@@ -47,7 +47,7 @@ def vllm_excluded(
         return listed
     bare = prefix.removeprefix("language_model.")
     return any(
-        (entry != prefix and (entry in prefix or entry in bare)) or match_part(entry, prefix)
+        (entry != prefix and (entry in prefix or entry in bare)) or _matches(entry, prefix)
         for entry in entries
     )
 
@@ -69,7 +69,7 @@ def sglang_excluded(
         last = entry.rpartition(".")[2]
         if last in _SGLANG_MLA and last in parts[-1]:
             return True
-        if match_part(entry, prefix) or any(match_part(entry, part) for part in parts):
+        if _matches(entry, prefix) or any(_matches(entry, part) for part in parts):
             return True
     return False
 
@@ -79,7 +79,11 @@ def tensorrt_excluded(name: str, patterns: Sequence[str]) -> bool:
 
     An entry counts when it is the whole name, or a glob that matches the whole name.
     """
-    return any(match_part(entry, name) for entry in patterns)
+    return any(_matches(entry, name) for entry in patterns)
+
+
+def _matches(entry: str, text: str) -> bool:
+    return match_part(entry, text) if "*" in entry else entry == text
 
 
 def _split_stars(patterns: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -10,9 +10,6 @@ from torch import Tensor
 from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.verify.export import PACKED_DTYPES, Export, Module, chunks
 from modelopt_lite.verify.findings import Finding, shorten
-
-# Algorithms whose exports may carry a scale of the input channels.
-_SMOOTHED = ("AWQ", "SVD", "SQ")
 
 
 def check_layout(export: Export) -> Iterator[Finding]:
@@ -79,7 +76,7 @@ def _check_packed(export: Export, module: Module, weight: TensorInfo) -> Iterato
                 f"{info.file}: {info.name!r} has shape {list(info.shape)}, a weight of shape "
                 f"{list(shape)} needs {list(spec.shape)}; export again",
             )
-    allowed = {"pre_quant_scale"} if any(s in (export.algo or "") for s in _SMOOTHED) else set()
+    allowed = {"pre_quant_scale"} if export.smoothed else set()
     if extra := sorted(set(module.scales) - set(wanted) - allowed):
         yield Finding(
             "scale-unexpected",
@@ -103,7 +100,10 @@ def _names(module: Module) -> str:
 
 
 def check_values(export: Export) -> Iterator[Finding]:
-    """Scan every tensor, 16 MiB at a time. Rules: ``value-finite``, ``weight-nan``, ``scale-value``."""
+    """Scan every tensor, 16 MiB at a time.
+
+    Rules: ``value-finite``, ``weight-nan``, ``scale-value``.
+    """
     scales = {info.name for m in export.modules.values() for info in m.scales.values()}
     scales.update(scale.tensor.name for scale in export.kv_scales)
     for name, info in export.tensors.items():
@@ -128,9 +128,8 @@ def check_values(export: Export) -> Iterator[Finding]:
             )
 
 
-def _first_bad(info: TensorInfo, test: object) -> str | None:
+def _first_bad(info: TensorInfo, test: Callable[[Tensor], Tensor]) -> str | None:
     """Return the first value that a test marks, as text; None if there is none."""
-    assert callable(test)
     for part in chunks(info):
         marked = test(part)
         if bool(marked.any()):

@@ -1,0 +1,311 @@
+"""The command ``modelopt-lite``: parses, calls the library, shows what came of it.
+
+torch and transformers are imported inside the commands that need them: help and the lists of specs
+and recipes answer at once.
+
+Exit status: 0 done; 1 an error, or an audit that found one; 2 wrong usage; 3 done, but a strict run
+had to fall back; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from modelopt_lite import __version__
+from modelopt_lite.cli_options import RunOptions, with_run_options
+from modelopt_lite.errors import DegradedError, ModelOptLiteError, OutputError, SpecError
+
+DEGRADED = 3
+INTERRUPTED = 130
+
+
+class _Commands(typer.core.TyperGroup):
+    """Turns the library's errors into one line on stderr and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that ``ctx`` names."""
+        try:
+            return super().invoke(ctx)
+        except ModelOptLiteError as error:
+            typer.secho(f"error [{error.code}]: {error}", err=True, fg=typer.colors.RED)
+            status = DEGRADED if isinstance(error, DegradedError) else 1
+            raise typer.Exit(status) from error
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted; nothing was left behind", err=True)
+            raise typer.Exit(INTERRUPTED) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Quantize Hugging Face checkpoints larger than your memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+specs_app = typer.Typer(no_args_is_help=True, help="What is known about models.")
+recipes_app = typer.Typer(no_args_is_help=True, help="What to quantize, and how.")
+app.add_typer(specs_app, name="specs")
+app.add_typer(recipes_app, name="recipes")
+
+Checkpoint = Annotated[str, typer.Argument(help="Folder of a checkpoint, or a hub id.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="modelopt-lite")
+
+
+def _show(what: Any) -> None:
+    Console().print(what)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def _bound_memory() -> None:
+    """Bound caches that grow with depth, before torch is loaded and reads its environment."""
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
+    from modelopt_lite.offload.memory import bound_caches
+
+    bound_caches()
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Quantize Hugging Face checkpoints larger than your memory."""
+    if version:
+        typer.echo(f"modelopt-lite {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+@with_run_options
+def quantize(ckpt: Checkpoint, options: RunOptions) -> None:
+    """Quantize a checkpoint and write one that engines load."""
+    _bound_memory()
+    from modelopt_lite.api import quantize_and_export
+    from modelopt_lite.report import Report
+    from modelopt_lite.report_view import report_table
+
+    try:
+        report = quantize_and_export(ckpt, **options.arguments())
+    except DegradedError as error:
+        if isinstance(error.report, Report):
+            _show(report_table(error.report))
+        raise
+    _show(report_table(report))
+
+
+@app.command()
+@with_run_options
+def plan(ckpt: Checkpoint, options: RunOptions, *, as_json: AsJson = False) -> None:
+    """Show what `quantize` with the same options would do; reads no weight, writes nothing."""
+    from modelopt_lite.checkpoint.writer import parse_size
+    from modelopt_lite.job import prepare
+    from modelopt_lite.output import resolve_checkpoint
+    from modelopt_lite.plan_view import describe_plan, plan_tables
+    from modelopt_lite.recipes import load_recipe
+
+    recipe = load_recipe(options.recipe, kv_cache=options.kv_cache)
+    given = options.arguments()
+    shared = ("model_type", "numerics", "on_bad_shape", "trust_remote_code", "device")
+    job = prepare(resolve_checkpoint(ckpt), recipe, **{name: given[name] for name in shared})
+    described = describe_plan(
+        job,
+        max_tokens=options.calib_size * options.calib_seq_len,
+        max_shard_size=parse_size(options.max_shard_size),
+    )
+    problems = _output_problems(ckpt, options, described, job.folder)
+    described["problems"] = problems
+    if as_json:
+        _print_json(described)
+    else:
+        _show(plan_tables(described))
+    if problems:
+        raise OutputError("; ".join(problems))
+
+
+def _output_problems(
+    ckpt: str, options: RunOptions, described: dict[str, Any], source: Path
+) -> list[str]:
+    """Return why the export could not be written; adds where it goes to ``described``."""
+    from modelopt_lite.output import check_export_dir, check_free_space, default_export_dir
+    from modelopt_lite.report import REPORT_FILE
+
+    target = Path(options.export_dir or default_export_dir(ckpt, described["recipe"]))
+    described["export_dir"] = str(target)
+    if options.resume and (target / REPORT_FILE).is_file():
+        return []  # the run compares its inputs with those of the export that is there
+    try:
+        check_export_dir(target, source, overwrite=options.overwrite)
+        check_free_space(target, described["bytes_to_write"])
+    except OutputError as error:
+        return [str(error)]
+    return []
+
+
+@app.command()
+def verify(
+    export: Annotated[str, typer.Argument(help="Folder of an export.")],
+    *,
+    source: Annotated[
+        str | None,
+        typer.Option(help="What it was made from: compares every tensor with it.", metavar="CKPT"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Audit an export; exits with 1 where a rule is broken."""
+    _bound_memory()
+    from modelopt_lite.output import resolve_checkpoint
+    from modelopt_lite.report_view import findings_table
+    from modelopt_lite.verify.audit import audit
+
+    folder = resolve_checkpoint(export)
+    original = resolve_checkpoint(source) if source is not None else None
+    findings = audit(folder, source=original, deep=original is not None)
+    if as_json:
+        _print_json([dataclasses.asdict(finding) for finding in findings])
+    else:
+        _show(findings_table(str(folder), findings))
+    if any(finding.severity == "error" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command(name="eval")
+def evaluate(
+    ckpt: Checkpoint,
+    *,
+    text: Annotated[
+        str | None, typer.Option(help="A .txt file; default the text that comes with CPython.")
+    ] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a block.")] = 512,
+    max_tokens: Annotated[int | None, typer.Option(help="Stop after so many tokens.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Blocks a batch.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where the model runs.")] = None,
+    activations: Annotated[
+        bool, typer.Option(help="Round inputs of quantized layers as engines do.")
+    ] = True,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow code that the checkpoint brings.")
+    ] = False,
+    progress: Annotated[bool, typer.Option(help="Show how far it is.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the perplexity of a checkpoint, original or exported."""
+    _bound_memory()
+    from modelopt_lite.evaluate import perplexity
+    from modelopt_lite.report_view import facts_table
+
+    result = perplexity(
+        ckpt,
+        text=Path(text) if text is not None else None,
+        seq_len=seq_len,
+        max_tokens=max_tokens,
+        batch_size=batch_size,
+        device=device,
+        activations=activations,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+    )
+    values = dataclasses.asdict(result)
+    if as_json:
+        _print_json(values)
+    else:
+        shown = {name.replace("_", " "): value for name, value in values.items()}
+        _show(
+            facts_table(
+                {k: f"{v:,.4f}" if isinstance(v, float) else str(v) for k, v in shown.items()}
+            )
+        )
+
+
+@specs_app.command("list")
+def specs_list(*, as_json: AsJson = False) -> None:
+    """List the model types that have a spec."""
+    from modelopt_lite.models import get_specs
+
+    specs = get_specs()
+    if as_json:
+        _print_json([spec.model_type for spec in specs])
+        return
+    table = Table("model_type", "experts", "transformers", box=None, pad_edge=False)
+    for spec in specs:
+        since = f">= {spec.min_transformers_version}" if spec.min_transformers_version else "-"
+        table.add_row(spec.model_type, "yes" if spec.moe_spec else "", since)
+    _show(table)
+
+
+@specs_app.command("show")
+def specs_show(model_type: str, *, as_json: AsJson = False) -> None:
+    """Show what is known about one model type."""
+    from modelopt_lite.models import get_spec, get_specs
+
+    spec = get_spec(model_type)
+    if spec is None:
+        known = [spec.model_type for spec in get_specs()]
+        near = difflib.get_close_matches(model_type, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise SpecError(
+            f"no spec for model_type {model_type!r}{hint} (known: {', '.join(known)}); "
+            "models/README.md tells how to add one"
+        )
+    values = dataclasses.asdict(spec)
+    if as_json:
+        _print_json(values)
+        return
+    table = Table("section", "field", "value", title=model_type)
+    for name, value in values.items():
+        rows = value.items() if isinstance(value, dict) else [("", value)]
+        for field, content in rows:
+            table.add_row(name, field, Text(_plain(content)))
+    _show(table)
+
+
+@recipes_app.command("list")
+def recipes_list(*, as_json: AsJson = False) -> None:
+    """List the presets."""
+    from modelopt_lite.recipes import load_recipe, preset_names
+
+    recipes = [load_recipe(name) for name in preset_names()]
+    if as_json:
+        _print_json([recipe.name for recipe in recipes])
+        return
+    table = Table("recipe", "what it does", box=None, pad_edge=False)
+    for recipe in recipes:
+        table.add_row(recipe.name, Text(recipe.description))
+    _show(table)
+
+
+@recipes_app.command("show")
+def recipes_show(name: str, *, as_json: AsJson = False) -> None:
+    """Show a preset, or a recipe file, as it is understood."""
+    from modelopt_lite.recipes import load_recipe
+    from modelopt_lite.report_view import facts_table
+
+    values = dataclasses.asdict(load_recipe(name))
+    if as_json:
+        _print_json(values)
+    else:
+        _show(facts_table({key: _plain(value) for key, value in values.items()}))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return ", ".join(_plain(item) for item in value) or "-"
+    return "-" if value is None else str(value)

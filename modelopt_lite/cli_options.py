@@ -1,0 +1,122 @@
+"""The options of a run on the command line: those of `quantize_and_export`, each once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+from typer import Option
+
+_WHAT = "What to quantize"
+_DATA = "Calibration"
+_RESOURCES = "Resources"
+_OUTPUT = "Output"
+
+
+def _option(group: str, text: str, *names: str) -> Any:
+    return Option(*names, help=text, rich_help_panel=group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """The keyword arguments of `modelopt_lite.quantize_and_export`, with the same defaults.
+
+    Choices are plain text here: the library checks them and says what there is to choose from.
+    """
+
+    model_type: Annotated[
+        str | None, _option(_WHAT, "Must equal the model_type of config.json, where given.")
+    ] = None
+    export_dir: Annotated[
+        str | None,
+        _option(_OUTPUT, "Where to write; default ./NAME-RECIPE.", "--export-dir", "-o"),
+    ] = None
+    recipe: Annotated[
+        str, _option(_WHAT, "A preset, or the path of a .yaml file.", "--recipe", "-r")
+    ] = "nvfp4"
+    kv_cache: Annotated[
+        str | None,
+        _option(_WHAT, "fp8 adds scales for the key and value cache; none removes the recipe's."),
+    ] = None
+    calib_data: Annotated[
+        str | None,
+        _option(
+            _DATA,
+            "A .txt, .jsonl, .json or .parquet file, or .safetensors of token ids; default the "
+            "text that comes with CPython.",
+        ),
+    ] = None
+    calib_size: Annotated[int, _option(_DATA, "The most sequences.")] = 512
+    calib_seq_len: Annotated[int, _option(_DATA, "Tokens of a sequence.")] = 512
+    batch_size: Annotated[int | None, _option(_DATA, "Sequences a batch; default 8.")] = None
+    dialect: Annotated[str, _option(_OUTPUT, "Names and config files of the export.")] = "modelopt"
+    numerics: Annotated[
+        str, _option(_WHAT, "exact, or modelopt for the bytes of NVIDIA Model Optimizer 0.47.")
+    ] = "exact"
+    offload: Annotated[
+        str, _option(_RESOURCES, "auto: one decoder layer at a time; none: the whole model.")
+    ] = "auto"
+    device: Annotated[
+        str | None, _option(_RESOURCES, "Where it runs; default the accelerator, or the CPU.")
+    ] = None
+    device_memory: Annotated[
+        str | None, _option(_RESOURCES, "Refuse a run that needs more on the device, as 80GB.")
+    ] = None
+    host_memory: Annotated[
+        str | None, _option(_RESOURCES, "Refuse a run that needs more host memory, as 32GiB.")
+    ] = None
+    disk_scratch: Annotated[
+        str | None, _option(_RESOURCES, "The most temporary files, as 100GB.")
+    ] = None
+    moe_calibrate_all_experts: Annotated[
+        bool,
+        _option(_DATA, "Every expert sees every token.", "--moe-calibrate-all-experts"),
+    ] = False
+    on_bad_shape: Annotated[
+        str, _option(_WHAT, "error, or skip to leave what the format cannot hold.")
+    ] = "error"
+    strict: Annotated[
+        bool, _option(_OUTPUT, "Exit with 3 where the run had to fall back.", "--strict")
+    ] = False
+    resume: Annotated[bool, _option(_OUTPUT, "Reuse a finished export of the same inputs.")] = True
+    overwrite: Annotated[
+        bool, _option(_OUTPUT, "Replace a folder that is not empty.", "--overwrite")
+    ] = False
+    max_shard_size: Annotated[str, _option(_OUTPUT, "Largest weight file.")] = "10GB"
+    trust_remote_code: Annotated[
+        bool,
+        _option(_WHAT, "Allow code that the checkpoint brings.", "--trust-remote-code"),
+    ] = False
+    seed: Annotated[int, _option(_DATA, "For model code that draws random numbers.")] = 0
+    verify: Annotated[bool, _option(_OUTPUT, "Audit the export.")] = True
+    progress: Annotated[bool, _option(_OUTPUT, "Show how far the run is.")] = True
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the options by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Show typer the fields of `RunOptions` in place of a command's parameter ``options``."""
+    hints = typing.get_type_hints(RunOptions, include_extras=True)
+    own = inspect.signature(command, eval_str=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    run = [
+        inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
+        for field in fields(RunOptions)
+    ]
+    others = [p for p in own.parameters.values() if p.name != "options"]
+
+    @functools.wraps(command)
+    def expanded(**given: Any) -> None:
+        options = RunOptions(**{field.name: given.pop(field.name) for field in fields(RunOptions)})
+        command(**given, options=options)
+
+    first = [p for p in others if p.kind is not keyword]
+    rest = [p for p in others if p.kind is keyword]
+    vars(expanded)["__signature__"] = own.replace(parameters=[*first, *run, *rest])
+    return expanded

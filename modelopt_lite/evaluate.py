@@ -1,0 +1,299 @@
+"""Perplexity of a checkpoint, original or quantized, with one unit of weights in memory at a time.
+
+A quantized checkpoint is decoded to its model's dtype as it is read. What an engine does to the
+inputs of its quantized layers is simulated: they are rounded to the format's numbers and multiplied
+in the model's dtype, where an engine multiplies the codes themselves and adds up in float32. The
+two differ by the rounding of products, not by quantization. A quantized key and value cache is not
+simulated.
+
+Shape suffixes: B sequences, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from modelopt_lite.build import build_meta_model, eager_experts
+from modelopt_lite.calibrate.data import (
+    batch_by_length,
+    load_calibration_data,
+    load_tokenizer,
+    text_blocks,
+)
+from modelopt_lite.calibrate.observe import InputWatch
+from modelopt_lite.calibrate.rounding import InputRounding
+from modelopt_lite.calibrate.text import evaluation_text
+from modelopt_lite.checkpoint.dequant import DequantizedSource, Source, open_source
+from modelopt_lite.checkpoint.names import map_names
+from modelopt_lite.errors import CalibrationError, NonFiniteError
+from modelopt_lite.job import Job, check_model_type, pick_device
+from modelopt_lite.models import get_spec
+from modelopt_lite.models.specs import PTQSpec
+from modelopt_lite.offload.lockstep import Lockstep
+from modelopt_lite.offload.memory import bound_caches, release_freed
+from modelopt_lite.offload.units import find_units
+from modelopt_lite.output import resolve_checkpoint
+from modelopt_lite.plan import Plan
+from modelopt_lite.progress import Progress, make_progress
+from modelopt_lite.recipes import Recipe
+
+EvalText = str | Path | Tensor | Iterable[Tensor] | Iterable[str] | None
+
+_LOGITS = 1 << 26  # elements a batch; 128 MiB in 16 bits
+_LOSS_CHUNK = 1 << 22  # elements that are float32 at a time: 16 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """How well a checkpoint predicts a text.
+
+    Attributes:
+        perplexity: ``exp(nll)``.
+        nll: Mean negative log-likelihood, nats a token.
+        tokens: How many tokens were predicted: all but the first of each sequence.
+        bits_per_byte: Bits to encode a UTF-8 byte of the predicted text, comparable between
+            tokenizers; None for token ids, and for tokenizers that do not tell offsets.
+        seconds: Wall-clock time, reading and building included.
+        quantized: Whether the checkpoint was.
+    """
+
+    perplexity: float
+    nll: float
+    tokens: int
+    bits_per_byte: float | None
+    seconds: float
+    quantized: bool
+
+
+def perplexity(
+    ckpt: str | Path,
+    *,
+    text: EvalText = None,
+    seq_len: int = 512,
+    max_tokens: int | None = None,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+    activations: bool = True,
+    trust_remote_code: bool = False,
+    progress: bool | Progress = False,
+) -> Evaluation:
+    """Measure how well a checkpoint predicts a text.
+
+    All batches go through the model together, so every weight is read once, and memory holds one
+    decoder layer, the hidden states of all tokens, and the logits of one batch.
+
+    Args:
+        ckpt: Folder or hub id; original, or quantized in any way that `open_source` reads.
+        text: None for the evaluation share of the text that comes with CPython; a text; the path
+            of a file (.txt, or another kind that calibration takes); or integer token ids [B, T],
+            one batch or several, each row a sequence of its own.
+        seq_len: Tokens that a text is cut to, the beginning-of-text token included. The rest of a
+            long text that fills no block is dropped.
+        max_tokens: The most tokens that the model reads; None for all.
+        batch_size: Sequences a batch; None for 8, fewer where the logits would exceed 2**26
+            elements. Changes the result only by the rounding of matrix products.
+        device: Where the model runs; default the accelerator if there is one, else the CPU.
+        activations: In a checkpoint of the modelopt dialect whose format quantizes inputs (FP8,
+            FP8_PER_CHANNEL_PER_TOKEN, NVFP4), round the inputs of each quantized linear layer and
+            expert as an engine's kernel would. Inputs of other sources are never rounded.
+        trust_remote_code: Allow code that the checkpoint brings.
+        progress: True, or a function ``(phase, done, total)`` to follow it.
+
+    Raises:
+        CalibrationError: No text, no tokenizer for it, or token ids outside of the vocabulary.
+        CheckpointError: The checkpoint is damaged; a static input scale is missing.
+        NonFiniteError: The model predicts NaN.
+        ModelOptLiteError: As for `quantize_and_export`.
+    """
+    started = time.perf_counter()
+    if max_tokens is not None and max_tokens < 2:
+        raise CalibrationError(
+            f"max_tokens is {max_tokens}; give at least 2, one to read and one to predict"
+        )
+    folder = resolve_checkpoint(ckpt)
+    with closing(open_source(folder)) as source:
+        job = _job(folder, source, trust_remote_code, device)
+        batches, byte_count = _load(text, job, seq_len, max_tokens, batch_size, trust_remote_code)
+        tokens = sum(ids_BT.numel() - len(ids_BT) for ids_BT in batches)
+        if not tokens:
+            raise CalibrationError(
+                "the evaluation text has no sequence of at least 2 tokens, so there is nothing to "
+                "predict; give a longer text"
+            )
+        rounding = None
+        if activations and isinstance(source, DequantizedSource):
+            rounding = InputRounding(source, job.plan.names, job.device)
+        with make_progress(progress) as tell:
+            losses = _run(job, [ids_BT.to(job.device) for ids_BT in batches], rounding, tell)
+    total = math.fsum(losses)
+    if math.isnan(total):
+        raise NonFiniteError(
+            f"the model of {folder} predicts NaN on this text; look for damaged weights with "
+            "modelopt-lite verify, or for a dtype too narrow for its activations"
+        )
+    nll = total / tokens
+    return Evaluation(
+        perplexity=math.exp(nll) if nll < math.log(sys.float_info.max) else math.inf,
+        nll=nll,
+        tokens=tokens,
+        bits_per_byte=total / math.log(2) / byte_count if byte_count else None,
+        seconds=time.perf_counter() - started,
+        quantized=isinstance(source, DequantizedSource),
+    )
+
+
+def _job(folder: Path, source: Source, trust: bool, device: str | torch.device | None) -> Job:
+    """A run whose plan quantizes nothing: the same units and weights as that of an export."""
+    model_type = check_model_type(source.config, None, folder)
+    model = build_meta_model(folder, source.config, trust_remote_code=trust)
+    spec = get_spec(model_type)
+    plan = Plan(
+        recipe=Recipe(name="none", weights="none"),
+        numerics="exact",
+        names=map_names(model, {name: info.shape for name, info in source.tensors.items()}),
+        spec=spec,
+        matrices=[],
+        copies=[],
+        kv_cache=[],
+        outputs=[],
+        excluded={},
+        unquantized=[],
+        units=find_units(model, ((spec.ptq_spec if spec else None) or PTQSpec()).layer_names),
+    )
+    return Job(folder, source, model, model_type, plan, pick_device(device))
+
+
+def _load(
+    text: EvalText,
+    job: Job,
+    seq_len: int,
+    max_tokens: int | None,
+    batch_size: int | None,
+    trust: bool,
+) -> tuple[list[Tensor], int | None]:
+    """Return [B, T] batches and, where it is known, how many bytes their predicted tokens are."""
+    words, tokenizer = _words(text), None
+    data: Any = [text] if isinstance(text, Tensor) else text
+    if words is not None:
+        tokenizer = load_tokenizer(job.folder, trust)
+        data = [block[None] for block in text_blocks(tokenizer, words, seq_len, sys.maxsize)]
+    loaded = load_calibration_data(
+        data,
+        job.folder,
+        size=sys.maxsize,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        vocab_size=job.vocab_size,
+        trust_remote_code=trust,
+    )
+    rows, left = [], max_tokens if max_tokens is not None else loaded.tokens
+    for row in (row for batch in loaded.batches for row in batch):
+        if len(row[:left]) > 1:
+            rows.append(row[:left])
+        left = max(0, left - len(row))
+    fitting = max(1, _LOGITS // (job.vocab_size * max(map(len, rows), default=1)))
+    batches = list(batch_by_length(rows, batch_size or min(8, fitting)))
+    if words is None or not getattr(tokenizer, "is_fast", False) or not rows:
+        return batches, None
+    return batches, _predicted_bytes(tokenizer, words, rows)
+
+
+def _words(text: EvalText) -> str | None:
+    """Return the text that was given, itself or as a file's path; None where it is something else.
+
+    Raises:
+        CalibrationError: The path of a text file that does not exist.
+    """
+    if text is None:
+        return evaluation_text()
+    if not isinstance(text, str | Path):
+        return None
+    # A text may be longer than the system allows a path to be, which is_file does not forgive.
+    one_line = isinstance(text, Path) or (len(text) < 1024 and "\n" not in text)
+    path = Path(text) if one_line else None
+    if path is not None and path.is_file():
+        return path.read_text(encoding="utf-8") if path.suffix == ".txt" else None
+    if isinstance(text, Path) or (path is not None and path.suffix == ".txt"):
+        raise CalibrationError(f"the text file {str(text)!r} does not exist; check the path")
+    return text
+
+
+def _predicted_bytes(tokenizer: Any, text: str, rows: list[Tensor]) -> int:
+    """Count the UTF-8 bytes of a text that the rows of its blocks predict.
+
+    Rows follow one another in the text, each after the tokens that begin a text.
+    """
+    plain = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, spans, first = plain["input_ids"], plain["offset_mapping"], rows[0].tolist()
+    lead = next(n for n in range(len(first) + 1) if first[n:] == ids[: len(first) - n])
+    count = position = 0
+    for row in rows:
+        end = position + len(row) - lead
+        begin = position + (0 if lead else 1)
+        count += len(text[spans[begin][0] : spans[end - 1][1]].encode())
+        position = end
+    return count
+
+
+def _run(
+    job: Job, batches: list[Tensor], rounding: InputRounding | None, tell: Progress
+) -> list[float]:
+    """Run all batches in lockstep; return the summed loss of each, in nats."""
+    bound_caches()
+    model, store = job.model, job.store()
+    watch = InputWatch(rounding.visit if rounding else lambda site, x, batched: None)
+    watched = rounding.entries if rounding else set()
+    units = {unit.name: unit for unit in job.plan.units}
+    done: set[str] = set()
+
+    def enter(name: str) -> None:
+        store.bring_in(units[name])
+        entries = model.state_dict(keep_vars=True)
+        watch.watch({entry: entries[entry] for entry in units[name].entries if entry in watched})
+
+    def leave(name: str) -> None:
+        store.take_out(units[name])
+        release_freed()
+        done.add(name)
+        tell(f"unit {name}", len(done), len(units))
+
+    def forward(ids_BT: Tensor) -> float:
+        with watch:
+            logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+        return _summed_loss(logits_BTV[:, :-1], ids_BT[:, 1:])
+
+    with eager_experts(model), torch.inference_mode():
+        if "" in units:  # entries that no unit module holds stay for the whole run
+            enter("")
+        modules = {name: model.get_submodule(name) for name in units if name}
+        losses = Lockstep(modules, enter=enter, leave=leave).run(
+            [partial(forward, ids_BT) for ids_BT in batches]
+        )
+        if "" in units:
+            leave("")
+    return losses
+
+
+def _summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> float:
+    """Return the sum of ``-log_softmax(logits)[target]``, each float32, added up in float64."""
+    total = torch.zeros((), dtype=torch.float64, device=logits_BTV.device)
+    step = max(1, _LOSS_CHUNK // logits_BTV.shape[-1])
+    for logits_TV, targets_T in zip(logits_BTV, targets_BT, strict=True):
+        for start in range(0, len(targets_T), step):
+            part_NV = logits_TV[start : start + step].float()
+            part_N = targets_T[start : start + step]
+            losses_N = functional.cross_entropy(part_NV, part_N, reduction="none")
+            total += losses_N.double().sum()
+    return float(total)

@@ -1,0 +1,143 @@
+"""Rule 7: dequantized, the export is its source, within the error that its format allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from modelopt_lite.checkpoint.dequant import DequantizedSource, Source, open_source
+from modelopt_lite.checkpoint.header import TensorInfo
+from modelopt_lite.checkpoint.reader import Checkpoint
+from modelopt_lite.errors import CheckpointError
+from modelopt_lite.formats.linear import ErrorReport, LinearFormat, measure_error
+from modelopt_lite.models.specs import ExpertStorageSpec
+from modelopt_lite.verify.config import open_modules
+from modelopt_lite.verify.export import Export, Module
+from modelopt_lite.verify.findings import Finding
+from modelopt_lite.verify.source import Origin, find_origins
+
+
+def compare_with_source(folder: Path, source: Path) -> dict[str, ErrorReport]:
+    """Reread an export and its source, and measure each packed module's error.
+
+    One matrix (or stack, where the export keeps one) is in memory at a time; where the source
+    stores stacked experts as codes, the decoded stack is, too. Modules whose tensors are
+    incomplete or do not fit the source are left out: `audit` names them.
+
+    Args:
+        folder: The export.
+        source: What it was made from.
+
+    Returns:
+        Module -> report; ``worst`` above 1 or NaN is an error of the export.
+
+    Raises:
+        CheckpointError: A folder cannot be read, or the export's format is not one of ours.
+    """
+    checkpoint = Checkpoint(folder)
+    export, _, _ = open_modules(checkpoint)
+    if export.format is None:
+        raise CheckpointError(
+            f"{folder}: quant_algo {export.algo!r} cannot be dequantized here; compare an export "
+            "in FP8 or NVFP4"
+        )
+    with checkpoint, open_source(source) as original:
+        return dict(measure(export, original, export.format))
+
+
+def measure(export: Export, source: Source, fmt: LinearFormat) -> Iterator[tuple[str, ErrorReport]]:
+    """Yield the report of each packed module that has a matrix in the source."""
+    reader = _SourceReader(source, export.storage)
+    for name, origin in find_origins(export, source).items():
+        module = export.modules.get(name)
+        if module is None or not module.packed or not _complete(export, module, fmt):
+            continue
+        w = reader.matrix(origin)
+        if tuple(w.shape) != export.logical_shape(module):
+            continue
+        major = module.stacked and export.stacked_input_major
+        # The wider of the two bounds: an export does not say which arithmetic made it.
+        yield (
+            name,
+            measure_error(fmt, w, _read(export, module), numerics="modelopt", input_major=major),
+        )
+
+
+def check_errors(export: Export, source: Source) -> Iterator[Finding]:
+    """Rule ``weight-error``: no value is further from its source than its format allows."""
+    if export.format is None:
+        return
+    for name, report in measure(export, source, export.format):
+        if math.isnan(report.worst) or report.worst > 1:
+            yield Finding(
+                "weight-error",
+                f"{export.folder}: {name!r} is up to {report.worst:.3g} times as far from the "
+                f"source as {export.algo} allows (relative error {report.relative:.3g}); wrong "
+                "scales or another source, export again",
+            )
+
+
+def _complete(export: Export, module: Module, fmt: LinearFormat) -> bool:
+    shape = export.logical_shape(module)
+    major = module.stacked and export.stacked_input_major
+    if fmt.problem(shape, stacked_input_major=major):
+        return False
+    specs = fmt.tensors(shape, stacked_input_major=major)
+    have = {**module.scales, **({"weight": module.weight} if module.weight else {})}
+    return all(
+        (info := have.get(spec.suffix)) is not None
+        and info.dtype == spec.dtype
+        and info.shape in {spec.shape, spec.shape or (1,)}
+        for spec in specs
+        if spec.suffix != "input_scale"
+    )
+
+
+def _read(export: Export, module: Module) -> dict[str, Tensor]:
+    infos = {k: v for k, v in module.scales.items() if k.startswith("weight_scale")}
+    if module.weight is not None:
+        infos["weight"] = module.weight
+    read = {k: export.checkpoint.read(info.name) for k, info in infos.items()}
+    scalars = {"weight_scale_2"} | (
+        {"weight_scale"} if read["weight_scale"].numel() == 1 else set()
+    )
+    return {k: v.reshape(()) if k in scalars and v.shape == (1,) else v for k, v in read.items()}
+
+
+class _SourceReader:
+    """Reads matrices out of the source; of a stack no more than one expert where it can."""
+
+    def __init__(self, source: Source, storage: ExpertStorageSpec) -> None:
+        self._source = source
+        self._storage = storage
+        self._decoded: tuple[str, Tensor] | None = None
+
+    def matrix(self, origin: Origin) -> Tensor:
+        """Return [out, in], or a stack as it lies on disk."""
+        if origin.expert is None:
+            return self._source.read(origin.tensor)
+        slab = self._expert(self._source.tensors[origin.tensor], origin.expert)
+        rows = slab.transpose(0, 1) if self._storage.input_major else slab
+        if self._storage.interleaved_gate_up and origin.count == 2:
+            return rows[origin.position :: 2]
+        size = rows.shape[0] // origin.count
+        return rows[origin.position * size : (origin.position + 1) * size]
+
+    def _expert(self, info: TensorInfo, expert: int) -> Tensor:
+        source = self._source
+        if isinstance(source, DequantizedSource) and info.name in source.encoded:
+            if self._decoded is None or self._decoded[0] != info.name:
+                self._decoded = None
+                self._decoded = (info.name, source.read(info.name))
+            return self._decoded[1][expert]
+        size = info.nbytes // info.shape[0]
+        with info.file.open("rb") as file:
+            file.seek(info.start + expert * size)
+            data = bytearray(file.read(size))
+        if len(data) != size:
+            raise CheckpointError(f"{info.file}: ends inside of {info.name!r}")
+        return torch.frombuffer(data, dtype=info.dtype).view(info.shape[1:])

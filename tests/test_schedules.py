@@ -1,0 +1,120 @@
+"""The same bytes, however a run is scheduled."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from modelopt_lite import export_hf, quantize, quantize_and_export
+from modelopt_lite.report import REPORT_FILE
+
+MakeCheckpoint = Callable[..., Path]
+KINDS = ("llama", "llama_tied", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text")
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if path.name != REPORT_FILE
+    }
+
+
+def run(source: Path, out: Path, batches: Sequence[torch.Tensor], **options: Any) -> dict[str, str]:
+    options = {"recipe": "nvfp4", "progress": False, **options}
+    quantize_and_export(source, export_dir=out, calib_data=batches, **options)
+    return hashes(out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+def test_offloaded_is_resident(
+    kind: str,
+    recipe: str,
+    checkpoint: MakeCheckpoint,
+    token_batches: list[torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    source = checkpoint(kind)
+    offloaded = run(source, tmp_path / "a", token_batches, recipe=recipe)
+    resident = run(source, tmp_path / "b", token_batches, recipe=recipe, offload="none")
+    assert offloaded == resident
+
+
+def test_twice_in_a_row(
+    checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
+) -> None:
+    source = checkpoint("qwen3_moe")
+    first = run(source, tmp_path / "a", token_batches, kv_cache="fp8")
+    assert first == run(source, tmp_path / "b", token_batches, kv_cache="fp8")
+
+
+def test_another_model_in_between(
+    checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
+) -> None:
+    one, other = checkpoint("qwen3_moe"), checkpoint("mixtral")
+    first = run(one, tmp_path / "a", token_batches)
+    run(other, tmp_path / "b", token_batches)
+    assert first == run(one, tmp_path / "c", token_batches)
+
+
+def test_one_shard_and_many_hold_the_same_tensors(
+    checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
+) -> None:
+    source = checkpoint("mixtral")
+    run(source, tmp_path / "one", token_batches)
+    many = run(source, tmp_path / "many", token_batches, max_shard_size="10KB")
+    assert many == run(
+        source, tmp_path / "again", token_batches, max_shard_size="10KB", offload="none"
+    )
+    assert sum(name.startswith("model-") for name in many) >= 5
+    whole = load_file(tmp_path / "one" / "model.safetensors")
+    shards: dict[str, torch.Tensor] = {}
+    for path in (tmp_path / "many").glob("*.safetensors"):
+        shards |= load_file(path)
+    assert whole.keys() == shards.keys()
+    assert all(
+        torch.equal(t.reshape(-1).view(torch.uint8), shards[name].reshape(-1).view(torch.uint8))
+        for name, t in whole.items()
+    )
+
+
+def test_source_in_shards_gives_the_same_export(
+    checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
+) -> None:
+    import transformers
+
+    source = checkpoint("qwen3_moe")
+    split = tmp_path / "split"
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    model.save_pretrained(split, max_shard_size="20KB")
+    (split / "config.json").write_bytes((source / "config.json").read_bytes())
+    assert len(list(split.glob("*.safetensors"))) > 3
+    assert run(source, tmp_path / "a", token_batches) == run(split, tmp_path / "b", token_batches)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_model_in_memory_gives_the_same_bytes(
+    kind: str, checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
+) -> None:
+    import transformers
+
+    source = checkpoint(kind)
+    whole = run(source, tmp_path / "a", token_batches, kv_cache="fp8" if kind != "gpt_oss" else None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+
+    def loop(m: Any) -> None:
+        for batch in token_batches:
+            m(batch)
+
+    quantize(model, "nvfp4", loop, kv_cache="fp8" if kind != "gpt_oss" else None)
+    export_hf(model, tmp_path / "b", source=source)
+    assert whole == hashes(tmp_path / "b")
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
