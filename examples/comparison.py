@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -68,7 +69,7 @@ def _run(*arguments: str) -> str:
 
 def print_rows(rows: Sequence[Row], title: str, console: Console) -> None:
     """Print the table."""
-    table = Table(*_titles(), title=title)
+    table = Table(*_titles(), title=title, box=SIMPLE)
     for row in rows:
         table.add_row(*asdict(row).values())
     console.print(table)

@@ -1,10 +1,7 @@
 """Perplexity of a checkpoint, original or quantized, with one unit of weights in memory at a time.
 
-A quantized checkpoint is decoded to its model's dtype as it is read. What an engine does to the
-inputs of its quantized layers is simulated: they are rounded to the format's numbers and multiplied
-in the model's dtype, where an engine multiplies the codes themselves and adds up in float32. The
-two differ by the rounding of products, not by quantization. A quantized key and value cache is not
-simulated.
+A quantized checkpoint is decoded to its model's dtype as it is read. What an engine does to inputs
+is simulated (`modelopt_lite.calibrate.rounding`); a quantized key and value cache is not.
 
 Shape suffixes: B sequences, T tokens, V vocabulary.
 """
@@ -107,7 +104,7 @@ def perplexity(
         device: Where the model runs; default the accelerator if there is one, else the CPU.
         activations: In a checkpoint of the modelopt dialect whose format quantizes inputs (FP8,
             FP8_PER_CHANNEL_PER_TOKEN, NVFP4), round the inputs of each quantized linear layer and
-            expert as an engine's kernel would. Inputs of other sources are never rounded.
+            expert: a simulation of what engines serve. Other sources' inputs stay as they are.
         trust_remote_code: Allow code that the checkpoint brings.
         progress: True, or a function ``(phase, done, total)`` to follow it.
 
@@ -118,9 +115,9 @@ def perplexity(
         ModelOptLiteError: As for `quantize_and_export`.
     """
     started = time.perf_counter()
-    if max_tokens is not None and max_tokens < 2:
+    if seq_len < 2 or (max_tokens is not None and max_tokens < 2):
         raise CalibrationError(
-            f"max_tokens is {max_tokens}; give at least 2, one to read and one to predict"
+            f"seq_len is {seq_len} and max_tokens {max_tokens}; give at least 2 tokens"
         )
     folder = resolve_checkpoint(ckpt)
     with closing(open_source(folder)) as source:
@@ -128,10 +125,7 @@ def perplexity(
         batches, byte_count = _load(text, job, seq_len, max_tokens, batch_size, trust_remote_code)
         tokens = sum(ids_BT.numel() - len(ids_BT) for ids_BT in batches)
         if not tokens:
-            raise CalibrationError(
-                "the evaluation text has no sequence of at least 2 tokens, so there is nothing to "
-                "predict; give a longer text"
-            )
+            raise CalibrationError("no sequence of the text has 2 tokens; give a longer text")
         rounding = None
         if activations and isinstance(source, DequantizedSource):
             rounding = InputRounding(source, job.plan.names, job.device)
@@ -140,8 +134,8 @@ def perplexity(
     total = math.fsum(losses)
     if math.isnan(total):
         raise NonFiniteError(
-            f"the model of {folder} predicts NaN on this text; look for damaged weights with "
-            "modelopt-lite verify, or for a dtype too narrow for its activations"
+            f"the model of {folder} predicts NaN on this text; its weights are damaged, or its "
+            "dtype is too narrow for its activations"
         )
     nll = total / tokens
     return Evaluation(
@@ -198,11 +192,11 @@ def _load(
         vocab_size=job.vocab_size,
         trust_remote_code=trust,
     )
-    rows, left = [], max_tokens if max_tokens is not None else loaded.tokens
+    rows, left = [], max_tokens or loaded.tokens
     for row in (row for batch in loaded.batches for row in batch):
-        if len(row[:left]) > 1:
-            rows.append(row[:left])
+        rows.append(row[:left])
         left = max(0, left - len(row))
+    rows = [row for row in rows if len(row) > 1]
     fitting = max(1, _LOGITS // (job.vocab_size * max(map(len, rows), default=1)))
     batches = list(batch_by_length(rows, batch_size or min(8, fitting)))
     if words is None or not getattr(tokenizer, "is_fast", False) or not rows:
@@ -214,19 +208,26 @@ def _words(text: EvalText) -> str | None:
     """Return the text that was given, itself or as a file's path; None where it is something else.
 
     Raises:
-        CalibrationError: The path of a text file that does not exist.
+        CalibrationError: A path where no text can be read.
     """
     if text is None:
         return evaluation_text()
     if not isinstance(text, str | Path):
         return None
-    # A text may be longer than the system allows a path to be, which is_file does not forgive.
-    one_line = isinstance(text, Path) or (len(text) < 1024 and "\n" not in text)
-    path = Path(text) if one_line else None
-    if path is not None and path.is_file():
-        return path.read_text(encoding="utf-8") if path.suffix == ".txt" else None
-    if isinstance(text, Path) or (path is not None and path.suffix == ".txt"):
-        raise CalibrationError(f"the text file {str(text)!r} does not exist; check the path")
+    path = Path(text)
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8") if path.suffix == ".txt" else None
+    except UnicodeDecodeError as error:
+        raise CalibrationError(
+            f"the text file {path} is not UTF-8 ({error}); convert it"
+        ) from error
+    except OSError:
+        pass  # a text may be longer than the system allows a path to be
+    if isinstance(text, Path) or (path.suffix == ".txt" and "\n" not in text):
+        raise CalibrationError(
+            f"the text file {str(text)!r} does not exist or cannot be read; check the path"
+        )
     return text
 
 

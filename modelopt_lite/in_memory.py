@@ -16,6 +16,7 @@ from modelopt_lite.calibrate.observe import InputWatch
 from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.checkpoint.writer import StreamingWriter, parse_size
 from modelopt_lite.errors import CalibrationError
+from modelopt_lite.export.quantize import check_finite
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.job import Job, check_model_type, pick_device, plan_for
 from modelopt_lite.output import check_export_dir, check_free_space, resolve_checkpoint, staged
@@ -120,7 +121,9 @@ def export_hf(
         with StreamingWriter(work, layout) as writer, torch.no_grad():
             exporter = Exporter(plan, on_disk, writer, state.evidence, verify)
             for unit in plan.units:
-                exporter.export(unit, _in_memory(model, job, unit.entries))
+                values = _in_memory(model, job, unit.entries)
+                check_finite(values)
+                exporter.export(unit, values)
             exporter.export_rest(plan.units)
             writer.finish()
         fill_report(report, job, exporter, state.evidence)

@@ -17,7 +17,7 @@ from modelopt_lite.calibrate.observe import InputStats, InputWatch, Site
 from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.checkpoint.writer import StreamingWriter
 from modelopt_lite.errors import CalibrationError, NonFiniteError
-from modelopt_lite.export.quantize import quantize_matrices
+from modelopt_lite.export.quantize import check_finite, quantize_matrices
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.linear import ErrorReport
 from modelopt_lite.offload.lockstep import Lockstep
@@ -253,6 +253,7 @@ class _Walk:
     def _enter(self, name: str) -> None:
         unit = self._units[name]
         self._sources[name] = self._store.bring_in(unit)
+        check_finite(self._sources[name])  # here, where it can be named: products spread it
         entries = self._model.state_dict(keep_vars=True) if not name else None
         self._watch.watch(
             {

@@ -3,12 +3,14 @@
 A pass is suspended where it enters a unit (a greenlet switch inside the unit's forward pre-hook).
 When every pass that can reach the unit waits there, its weights are brought in once, each pass runs
 through it in turn, and its weights leave. The model's own forward code runs unchanged. A unit that
-runs twice, or in another order in another pass, is brought in again; nothing depends on the order.
+runs twice, or in another order in another pass, is brought in again; the order of the units only
+says which to wait for where passes disagree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,11 +31,8 @@ from modelopt_lite.errors import InternalError
 class _Job:
     """One forward pass: its greenlet, where it waits, and what it has done."""
 
-    index: int
-    body: Callable[[], Any]
     fiber: greenlet
     unit: str | None = None
-    entered: int = 0
     result: Any = None
     state: _TorchState | None = None
 
@@ -44,6 +43,7 @@ class _TorchState:
 
     grad: bool
     inference: bool
+    default_dtype: torch.dtype
     autocast: dict[str, tuple[bool, torch.dtype]] = field(default_factory=dict)
     autocast_cache: bool = True
     modes: list[Any] = field(default_factory=list)
@@ -56,6 +56,7 @@ class _TorchState:
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
+            default_dtype=torch.get_default_dtype(),
             autocast={
                 d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
             },
@@ -74,6 +75,7 @@ class _TorchState:
                 "under one inference mode (no torch.inference_mode() around several layers)"
             )
         torch.set_grad_enabled(self.grad)
+        torch.set_default_dtype(self.default_dtype)
         for device, (enabled, dtype) in self.autocast.items():
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
@@ -89,11 +91,12 @@ class Lockstep:
     """Runs forward passes together over the units of one model.
 
     Args:
-        units: Name -> module. A unit inside another is part of the outer one.
+        units: Name -> module, best in the order in which they run: where passes wait at different
+            units, the first of those is next. A unit inside another is part of the outer one.
         enter: Called with a unit's name before its first waiting pass runs; brings it in.
         leave: Called with its name when every pass that waited has left it.
 
-    ``entries`` counts how often each unit was brought in.
+    ``entries`` counts how often each unit was brought in; units inside others are not in it.
     """
 
     def __init__(
@@ -103,12 +106,13 @@ class Lockstep:
         enter: Callable[[str], None],
         leave: Callable[[str], None],
     ) -> None:
-        self._units = dict(units)
+        inner = {id(m) for unit in units.values() for m in unit.modules() if m is not unit}
+        self._units = {name: unit for name, unit in units.items() if id(unit) not in inner}
+        self._order = {name: position for position, name in enumerate(self._units)}
         self._enter = enter
         self._leave = leave
         self._hub: greenlet | None = None
         self._jobs: dict[greenlet, _Job] = {}
-        self._inside: str | None = None
         self.entries: dict[str, int] = dict.fromkeys(self._units, 0)
 
     def run(self, passes: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -116,14 +120,15 @@ class Lockstep:
 
         Raises:
             Exception: Whatever the first failing pass, ``enter`` or ``leave`` raised; the other
-                passes are ended first.
+                passes are ended first, as by ``GreenletExit``, and what they raise then is dropped.
+            InternalError: A pass changed torch's inference mode across units.
         """
         hooks = [
             module.register_forward_pre_hook(self._pre_hook(name))
             for name, module in self._units.items()
         ]
         self._hub = getcurrent()
-        jobs = [self._start(index, body) for index, body in enumerate(passes)]
+        jobs = [self._start(body) for body in passes]
         outside = _TorchState.capture()
         try:
             for job in jobs:
@@ -131,36 +136,31 @@ class Lockstep:
             while waiting := [job for job in jobs if job.unit is not None]:
                 self._run_unit(waiting, outside)
         finally:
+            self._hub = None  # a unit that an ending pass runs would have no weights
             self._abandon(jobs)
-            outside.restore()
             for hook in hooks:
                 hook.remove()
-            self._hub = None
             self._jobs = {}
+            outside.restore()
         return [job.result for job in jobs]
 
-    def _start(self, index: int, body: Callable[[], Any]) -> _Job:
+    def _start(self, body: Callable[[], Any]) -> _Job:
         def main() -> None:
             job.result = body()
 
-        job = _Job(index=index, body=body, fiber=greenlet(main))
+        job = _Job(fiber=greenlet(main))
         job.fiber.gr_context = copy_context()
         self._jobs[job.fiber] = job
         return job
 
     def _run_unit(self, waiting: list[_Job], outside: _TorchState) -> None:
-        """Bring in the unit of the pass that is furthest behind, and run all that wait for it."""
-        name = min(waiting, key=lambda job: (job.entered, job.index)).unit
-        assert name is not None
+        """Bring in the first unit that a pass waits for, and run all that wait for it."""
+        name = min((job.unit for job in waiting if job.unit), key=self._order.__getitem__)
         self.entries[name] += 1
         self._enter(name)
-        self._inside = name
-        try:
-            for job in waiting:
-                if job.unit == name:
-                    self._resume(job, outside)
-        finally:
-            self._inside = None
+        for job in waiting:
+            if job.unit == name:
+                self._resume(job, outside)
         self._leave(name)
 
     def _resume(self, job: _Job, outside: _TorchState) -> None:
@@ -182,15 +182,21 @@ class Lockstep:
                     f"unit {name!r} ran outside of a lockstep pass, from another thread or greenlet"
                 )
             job.unit = name
-            job.entered += 1
             self._hub.switch()
 
         return hook
 
     def _abandon(self, jobs: list[_Job]) -> None:
-        """End passes that are still suspended, as after an error in another one."""
-        for job in jobs:
+        """End passes that are still suspended, as after an error in another one.
+
+        First the pass that changed inference mode, if any: it changes it back, which only it can.
+        """
+        inference = torch.is_inference_mode_enabled()
+        for job in sorted(
+            jobs, key=lambda job: job.state is None or job.state.inference != inference
+        ):
             if job.fiber and not job.fiber.dead:
-                if job.state is not None:
-                    job.state.restore()
-                job.fiber.throw()
+                with suppress(Exception):  # the error that ended the run is the one to see
+                    if job.state is not None:
+                        job.state.restore()
+                    job.fiber.throw()

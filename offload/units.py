@@ -1,13 +1,13 @@
 """Units of a model, and the store that brings their weights in from a checkpoint and lets them go.
 
 Units partition the entries (parameters and persistent buffers) of a model: every decoder layer is
-a unit, every other module that holds entries of its own is one, and each entry belongs to the unit
-of its outermost unit module. What no unit module holds is brought in at the start and stays.
+a unit, and outside of layers every module without children that holds entries. What a module with
+children holds itself, outside of layers, is brought in at the start and stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -42,33 +42,43 @@ def find_units(model: nn.Module, layer_names: Iterable[str]) -> list[Unit]:
         for name, module in model.named_modules()
         if wanted & {cls.__name__.lower() for cls in type(module).__mro__}
     ]
-    layers = _outermost(layers) or _repeated_children(model)
-    entries = list(model.state_dict(keep_vars=True))
-    units: list[Unit] = []
-    taken: set[str] = set()
-    for name, module in model.named_modules():
-        if any(name.startswith(f"{layer}.") for layer in layers):
-            continue
-        is_layer = name in layers
-        leaf = next(module.children(), None) is None
-        if not (is_layer or leaf) or not name:
-            continue
-        own = tuple(e for e in entries if e.startswith(f"{name}.") and e not in taken)
-        if own:
-            taken.update(own)
-            units.append(Unit(name, own, is_layer))
-    rest = tuple(entry for entry in entries if entry not in taken)
-    if rest:
-        units.append(Unit("", rest, False))
-    return units
+    layers = set(_outermost(layers) or _repeated_children(model))
+    leaves = _leaf_names(model)
+    entries: dict[str, list[str]] = {}
+    for entry in model.state_dict(keep_vars=True):
+        path = entry.rpartition(".")[0]
+        unit = next((p for p in _prefixes(path) if p in layers), None) or leaves.get(path, "")
+        entries.setdefault(unit, []).append(entry)
+    names = [*(name for name, _ in model.named_modules() if name), ""]
+    return [Unit(n, tuple(entries[n]), n in layers) for n in names if n in entries]
+
+
+def _leaf_names(model: nn.Module) -> dict[str, str]:
+    """Map every name of each module without children to its first one; a module may have many."""
+    first = {id(module): name for name, module in model.named_modules()}
+    return {
+        name: first[id(module)]
+        for name, module in model.named_modules(remove_duplicate=False)
+        if next(module.children(), None) is None
+    }
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """Yield a dotted name's beginnings, the shortest first."""
+    end = name.find(".")
+    while end >= 0:
+        yield name[:end]
+        end = name.find(".", end + 1)
+    yield name
 
 
 def _outermost(names: list[str]) -> list[str]:
-    kept: list[str] = []
+    """Leave out names below other ones; those above come first."""
+    kept: dict[str, None] = {}
     for name in names:
-        if not any(name.startswith(f"{outer}.") for outer in kept):
-            kept.append(name)
-    return kept
+        if not any(prefix in kept for prefix in _prefixes(name)):
+            kept[name] = None
+    return list(kept)
 
 
 def _repeated_children(model: nn.Module) -> list[str]:
@@ -114,7 +124,7 @@ class WeightStore:
         self._device = device
         self._blank = model.state_dict(keep_vars=True)
         self._arena: Tensor | None = None
-        self._arena_busy = False
+        self._arena_unit: str | None = None
 
     def bring_in(self, unit: Unit) -> dict[str, Tensor]:
         """Read a unit's tensors and put them into the model.
@@ -137,7 +147,8 @@ class WeightStore:
         """Put a unit's entries back to where they were before `bring_in`; frees its memory."""
         for entry in unit.entries:
             set_entry(self._model, entry, self._blank[entry], like=self._blank[entry])
-        self._arena_busy = False
+        if unit.name == self._arena_unit:
+            self._arena_unit = None
 
     def _allocate(self, unit: Unit) -> tuple[list[TensorGroup], dict[str, Tensor]]:
         """Give every target of the unit's groups its room, in the reused arena where it is free."""
@@ -151,7 +162,7 @@ class WeightStore:
                 plans.append((target, end, blank.shape, dtype))
                 size = blank.numel() * dtype.itemsize
                 end += -(-size // _ALIGN) * _ALIGN
-        room = self._room(end, reuse=unit.is_layer)
+        room = self._room(end, unit)
         buffers = {
             target: room[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
             for target, start, shape, dtype in plans
@@ -165,18 +176,18 @@ class WeightStore:
             return on_disk
         return blank.dtype
 
-    def _room(self, size: int, *, reuse: bool) -> Tensor:
+    def _room(self, size: int, unit: Unit) -> Tensor:
         """Bytes for one unit: layers of equal size take turns in one arena, others get their own.
 
         One arena keeps the peak at one layer whatever the depth: freed and allocated again, blocks
         of slightly different sizes would fragment the heap.
         """
-        if not reuse or self._arena_busy:
+        if not unit.is_layer or self._arena_unit is not None:
             return torch.empty(size, dtype=torch.uint8, device=self._device)
         if self._arena is None or self._arena.numel() < size:
             self._arena = None  # before the new one, so that both never exist together
             self._arena = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._arena_busy = True
+        self._arena_unit = unit.name
         return self._arena
 
 

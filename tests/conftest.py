@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import modelopt_lite
 from modelopt_lite.build import quiet_transformers
 
 COMMON: dict[str, Any] = {
@@ -24,6 +26,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+PACKAGED = Path(modelopt_lite.__file__).parent / "data" / "tiny_qwen3_moe"
 MOE: dict[str, Any] = {**COMMON, "head_dim": 8, "moe_intermediate_size": 32}
 
 # Name of a fixture -> (config class, its arguments).
@@ -118,3 +121,15 @@ def token_batches() -> list[torch.Tensor]:
     """Batches of token ids of different lengths, below a vocabulary of 64."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, 64, (2, length), generator=generator) for length in (16, 16, 9, 12)]
+
+
+@pytest.fixture
+def with_tokenizer() -> Callable[[Path], Path]:
+    """Return a function that gives a checkpoint the byte-level tokenizer of the package's own."""
+
+    def add(folder: Path) -> Path:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(PACKAGED / name, folder / name)
+        return folder
+
+    return add

@@ -33,12 +33,12 @@ def calibrate_all_experts(model: nn.Module, model_type: str, watch: InputWatch) 
         entries = [name for name, _ in model.named_parameters() if name.startswith(prefix)]
         if isinstance(experts, nn.ModuleList):
             before, after = _list_hooks(experts, watch, entries)
-            hooks.append(module.register_forward_pre_hook(before))
-            hooks.append(module.register_forward_hook(after, always_call=True))
+            place: nn.Module = module
         else:
             before, after = _fused_hooks(path, experts, watch, entries)
-            hooks.append(experts.register_forward_pre_hook(before))
-            hooks.append(experts.register_forward_hook(after, always_call=True))
+            place = experts
+        hooks.append(place.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(place.register_forward_hook(after, always_call=True))
     if not hooks:
         raise CalibrationError(
             "moe_calibrate_all_experts was asked for, but the model has no MoE block; leave it out"
@@ -56,8 +56,8 @@ Hooks = tuple[Callable[..., None], Callable[..., None]]
 def _list_hooks(experts: nn.ModuleList, watch: InputWatch, entries: list[str]) -> Hooks:
     """Hooks on a block whose experts are modules of their own."""
 
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        x = args[0]
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next(iter((*args, *kwargs.values())))
         tokens = x.reshape(-1, x.shape[-1])
         for expert in experts:
             expert(tokens)
@@ -73,9 +73,9 @@ def _fused_hooks(path: str, experts: Any, watch: InputWatch, entries: list[str])
     """Hooks on a container that holds all experts in 3-D parameters."""
     count = next(p.shape[0] for p in experts.parameters(recurse=False) if p.ndim == 3)
 
-    def before(module: Any, args: tuple[Any, ...]) -> None:
-        x = args[0]
-        if len(args) < 3 or not isinstance(args[1], Tensor) or args[1].is_floating_point():
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x, *rest = (*args, *kwargs.values())
+        if len(rest) < 2 or not isinstance(rest[0], Tensor) or rest[0].is_floating_point():
             raise CalibrationError(
                 f"the experts of {path!r} do not take (tokens, expert indices, weights), so they "
                 "cannot be sent all tokens; leave moe_calibrate_all_experts out for this model"

