@@ -17,7 +17,7 @@ from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.names import NameMap, Region, map_names, natural_key
 from modelopt_lite.errors import RecipeError, ShapeError, SpecError
 from modelopt_lite.formats.base import Numerics
-from modelopt_lite.formats.linear import FORMATS, LinearFormat
+from modelopt_lite.formats.linear import FORMATS, LinearFormat, get_format
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ModelSpec, PTQSpec
 from modelopt_lite.offload.patterns import match_part
@@ -160,16 +160,13 @@ def make_plan(
         ShapeError: A matrix that the format cannot hold.
         SpecError: The model's experts cannot be understood without a spec.
     """
-    if recipe.weights not in FORMATS:
-        raise RecipeError(
-            f"recipe {recipe.name!r} asks for the unknown format {recipe.weights!r}; known: "
-            f"{', '.join(sorted(FORMATS))}"
-        )
+    fmt = get_format(recipe.weights)
     spec = get_spec(model_type)
     ptq = (spec.ptq_spec if spec else None) or PTQSpec()
     names = map_names(model, {name: info.shape for name, info in tensors.items()})
-    candidates = apply_recipe(find_candidates(model, names, tensors, spec), recipe)
-    candidates = _check_shapes(candidates, FORMATS[recipe.weights], on_bad_shape)
+    modules = (name.rpartition(".")[0] for name in tensors)
+    candidates = apply_recipe(find_candidates(model, names, tensors, spec), recipe, modules)
+    candidates = _check_shapes(candidates, fmt, on_bad_shape)
     candidates = _whole_groups(candidates, ptq)
     units = find_units(model, ptq.layer_names)
     unit_of = {entry: unit.name for unit in units for entry in unit.entries}

@@ -7,7 +7,7 @@ whatever cannot be known that way is an error or a stated reason, never a guess.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,7 +224,7 @@ def _fact(
     for pattern in ptq.skip_modules:
         if match_part(pattern, c.name):
             return f"left out by the model's spec ({pattern})"
-    if c.shape[0] == 1:
+    if c.shape[0] == 1 and not c.stacked:
         return "one output only"
     return None
 
@@ -247,14 +247,23 @@ def _head_names(model: Any, names: NameMap) -> set[str]:
     return set()
 
 
-def apply_recipe(found: list[Candidate], recipe: Recipe) -> list[Candidate]:
+def apply_recipe(
+    found: list[Candidate], recipe: Recipe, others: Iterable[str] = ()
+) -> list[Candidate]:
     """Set the reasons that the recipe gives.
+
+    Args:
+        found: What could be quantized.
+        recipe: What to quantize.
+        others: Further names that a pattern may exclude: whether a router is a linear layer
+            depends on the release of transformers.
 
     Raises:
         RecipeError: A pattern selects nothing, or nothing is left to quantize.
     """
     for kind, patterns in (("include", recipe.include), ("exclude", recipe.exclude)):
-        _check_patterns(kind, patterns, found, recipe)
+        names = [c.name for c in found] + (list(others) if kind == "exclude" else [])
+        _check_patterns(kind, patterns, names, recipe)
     chosen = []
     for c in found:
         skip = c.skip
@@ -273,18 +282,16 @@ def apply_recipe(found: list[Candidate], recipe: Recipe) -> list[Candidate]:
     return chosen
 
 
-def _check_patterns(
-    kind: str, patterns: tuple[str, ...], found: list[Candidate], recipe: Recipe
-) -> None:
+def _check_patterns(kind: str, patterns: tuple[str, ...], names: list[str], recipe: Recipe) -> None:
     """A preset's include list serves every architecture: there, one hit in all is enough."""
     from modelopt_lite.recipes import preset_names
 
-    hits = {p: any(selects(p, c.name) for c in found) for p in patterns}
+    hits = {p: any(selects(p, name) for name in names) for p in patterns}
     if kind == "include" and recipe.name in preset_names():
         return
     for pattern, hit in hits.items():
         if not hit:
-            example = found[0].name if found else "(none)"
+            example = names[0] if names else "(none)"
             raise RecipeError(
                 f"the {kind} pattern {pattern!r} of recipe {recipe.name!r} matches no linear "
                 f"layer; a name looks like {example!r}, and a lone * spans one or more parts"

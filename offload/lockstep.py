@@ -80,6 +80,7 @@ class _TorchState:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_cache_enabled(self.autocast_cache)
+        torch.clear_autocast_cache()  # holds casts to another pass's dtype, of weights that left
         if _get_current_function_mode_stack() != self.modes:
             while _get_current_function_mode_stack():
                 _pop_mode()

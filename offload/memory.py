@@ -6,7 +6,8 @@ import ctypes
 import os
 import sys
 
-_M_MMAP_THRESHOLD = -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_LARGE = 1 << 20
 _KERNEL_CACHE = "64"
 
 
@@ -14,13 +15,20 @@ def bound_caches() -> None:
     """Bound what grows with depth although no layer holds it.
 
     oneDNN keeps a compiled kernel for each number of rows it has seen, and experts see many: 600
-    MB after 40 layers. glibc keeps freed blocks of varying size in its heap. The first is bounded
-    through oneDNN's own variables, read at its first product; a value that the user set stays.
+    MB after 40 layers. It is bounded through oneDNN's own variables, read at its first product; a
+    value that the user set stays.
+
+    glibc serves activations from holes that earlier work left in its heap, and such pages stay in
+    the process when they are freed: 100 MB more or less by chance. With the holes filled, blocks of
+    a megabyte or more are mapped, and go back to the system at once.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNEL_CACHE)
     os.environ.setdefault("LRU_CACHE_CAPACITY", _KERNEL_CACHE)
     if (libc := _glibc()) is not None:
-        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+        libc.malloc_trim(0)
+        _fill_holes(libc)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        libc.mallopt(_M_TRIM_THRESHOLD, _LARGE)
 
 
 def release_freed() -> None:
@@ -29,8 +37,37 @@ def release_freed() -> None:
         libc.malloc_trim(0)
 
 
+class _HeapInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc 2.33 and later."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def _fill_holes(libc: ctypes.CDLL) -> None:
+    """Take every large hole of the heap for good, without touching it: it costs addresses only."""
+    libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the highest: what follows must come from the heap
+    for size in (16 * _LARGE, 4 * _LARGE, _LARGE):
+        while True:
+            before = libc.mallinfo2().arena
+            block = libc.malloc(size)
+            if libc.mallinfo2().arena != before:  # no hole was left, the heap grew instead
+                libc.free(ctypes.c_void_p(block))
+                break
+
+
 def _glibc() -> ctypes.CDLL | None:
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)
-    return libc if hasattr(libc, "malloc_trim") else None
+    if not hasattr(libc, "mallinfo2"):
+        return None
+    libc.mallinfo2.restype = _HeapInfo
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = (ctypes.c_size_t,)
+    return libc

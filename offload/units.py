@@ -37,12 +37,12 @@ def find_units(model: nn.Module, layer_names: Iterable[str]) -> list[Unit]:
             that lies in no other one are taken.
     """
     wanted = {name.lower() for name in layer_names}
-    layers = [
+    named = [
         name
         for name, module in model.named_modules()
         if wanted & {cls.__name__.lower() for cls in type(module).__mro__}
     ]
-    layers = set(_outermost(layers) or _repeated_children(model))
+    layers = set(_outermost(named) or _repeated_children(model))
     leaves = _leaf_names(model)
     entries: dict[str, list[str]] = {}
     for entry in model.state_dict(keep_vars=True):
@@ -136,7 +136,7 @@ class WeightStore:
         groups, buffers = self._allocate(unit)
         sources: dict[str, Tensor] = {}
         for group in groups:
-            read_entries(group, self._read, buffers, keep=sources.__setitem__)
+            read_entries(group, self._read_to, buffers, keep=sources.__setitem__)
         for entry in unit.entries:
             resolved = self._names.resolve(entry)
             if resolved in buffers:
@@ -149,6 +149,15 @@ class WeightStore:
             set_entry(self._model, entry, self._blank[entry], like=self._blank[entry])
         if unit.name == self._arena_unit:
             self._arena_unit = None
+
+    def _read_to(self, name: str, out: Tensor | None) -> Tensor:
+        """Read a tensor in the dtype on disk, and put it into ``out``, which may have another."""
+        if out is not None and out.dtype == self._dtype_on_disk(name):
+            return self._read(name, out)
+        value = self._read(name, None).to(self._device)
+        if out is not None:
+            out.copy_(value)
+        return value
 
     def _allocate(self, unit: Unit) -> tuple[list[TensorGroup], dict[str, Tensor]]:
         """Give every target of the unit's groups its room, in the reused arena where it is free."""

@@ -71,17 +71,18 @@ def _list_hooks(experts: nn.ModuleList, watch: InputWatch, entries: list[str]) -
 
 def _fused_hooks(path: str, experts: Any, watch: InputWatch, entries: list[str]) -> Hooks:
     """Hooks on a container that holds all experts in 3-D parameters."""
-    count = next(p.shape[0] for p in experts.parameters(recurse=False) if p.ndim == 3)
+    counts = [p.shape[0] for p in experts.parameters(recurse=False) if p.ndim == 3]
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x, *rest = (*args, *kwargs.values())
-        if len(rest) < 2 or not isinstance(rest[0], Tensor) or rest[0].is_floating_point():
+        known = len(rest) >= 2 and isinstance(rest[0], Tensor) and not rest[0].is_floating_point()
+        if not counts or not known:
             raise CalibrationError(
                 f"the experts of {path!r} do not take (tokens, expert indices, weights), so they "
                 "cannot be sent all tokens; leave moe_calibrate_all_experts out for this model"
             )
         tokens = x.reshape(-1, x.shape[-1])
-        everyone = torch.arange(count, device=x.device).expand(len(tokens), count)
+        everyone = torch.arange(counts[0], device=x.device).expand(len(tokens), counts[0])
         module.forward(
             tokens, everyone, torch.zeros(everyone.shape, dtype=x.dtype, device=x.device)
         )

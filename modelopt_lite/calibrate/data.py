@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,9 @@ def load_calibration_data(
         )
     origin, ids = _sequences(data, source, size, seq_len, trust_remote_code)
     batched = bool(ids) and ids[0].ndim == 2
-    batches = tuple(ids if batched else batch_by_length(ids[:size], batch_size or 8))
-    if not sum(batch.numel() for batch in batches):
+    made = ids if batched else batch_by_length(ids[:size], batch_size or 8)
+    batches = tuple(batch for batch in made if batch.numel())
+    if not batches:
         raise CalibrationError(
             f"the calibration data ({origin}) holds no tokens; give text, or token ids [B, T]"
         )
@@ -101,6 +102,10 @@ def _sequences(
         return "pydoc_data.topics", text_blocks(tokenizer, calibration_text(), seq_len, size)
     if isinstance(data, str | Path):
         return str(data), _from_file(Path(data), source, size, seq_len, trust)
+    if not isinstance(data, Iterable) or isinstance(data, Mapping):
+        raise CalibrationError(
+            f"calib_data is {type(data)}; give a path, texts, or batches of token ids [B, T]"
+        )
     items = list(data)
     if items and all(isinstance(item, str) for item in items):
         tokenizer = load_tokenizer(source, trust)
@@ -122,16 +127,24 @@ def _from_file(path: Path, source: Path, size: int, seq_len: int, trust: bool) -
     if not path.is_file():
         raise CalibrationError(f"the calibration file {path} does not exist; check the path")
     if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         from modelopt_lite.checkpoint.names import natural_key
 
-        tensors = load_file(path)
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise CalibrationError(f"the calibration file {path} is damaged: {error}") from error
         ids = [tensors[name] for name in sorted(tensors, key=natural_key)]
         return [_as_batch(t if t.ndim != 1 else t[None], i) for i, t in enumerate(ids)]
     tokenizer = load_tokenizer(source, trust)
     if path.suffix == ".txt":
-        return text_blocks(tokenizer, path.read_text(encoding="utf-8"), seq_len, size)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CalibrationError(f"the calibration file {path} is no UTF-8: {error}") from error
+        return text_blocks(tokenizer, text, seq_len, size)
     samples = _take(_records(path), size)
     return [_encode_record(tokenizer, record, path)[:seq_len] for record in samples]
 
@@ -202,6 +215,8 @@ def load_tokenizer(source: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
     try:
+        if not any(next(source.glob(p), None) for p in ("*token*", "*vocab*", "*.model")):
+            raise FileNotFoundError("it has no tokenizer files")  # some classes start empty
         return AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, local_files_only=True
         )
@@ -238,6 +253,11 @@ def text_blocks(tokenizer: Any, text: str, seq_len: int, size: int) -> list[Tens
     plain = _encode(tokenizer, text, special=False)
     start = whole[: _first_at(whole, plain)]
     width = seq_len - len(start)
+    if width < 1:
+        raise CalibrationError(
+            f"calib_seq_len {seq_len} leaves no room beside the {len(start)} tokens that begin every "
+            "text; raise it"
+        )
     if width < 1:
         raise CalibrationError(
             f"calib_seq_len {seq_len} leaves no room for text behind the {len(start)} tokens that "

@@ -230,6 +230,8 @@ def _regions(
     ordered = [p for p in found.rule.source_patterns if p in found.by_pattern]
     pieces, end = [], 0
     for pattern in ordered:
+        if stacks:
+            _check_numbers(found.by_pattern[pattern])
         for position, source in enumerate(found.by_pattern[pattern]):
             shape = (1, *shapes[source]) if stacks else shapes[source]
             head: Region = (position,) if stacks else ()
@@ -247,6 +249,17 @@ def _regions(
             )
     _check_coverage(target, found, pieces, shapes, target_shape)
     return pieces
+
+
+def _check_numbers(names: list[str]) -> None:
+    """Demand 0, 1, 2, ... where names differ: only their order says where each one goes."""
+    columns = zip(*(name.split(".") for name in names), strict=False)
+    numbers = next((column for column in columns if len(set(column)) > 1), ("0",))
+    if list(numbers) != [str(number) for number in range(len(numbers))]:
+        raise CheckpointError(
+            f"the tensors {names[0]!r} to {names[-1]!r} are not numbered from 0 without a gap "
+            f"({', '.join(numbers[:20])}); the checkpoint is incomplete: download it again"
+        )
 
 
 def _check_coverage(

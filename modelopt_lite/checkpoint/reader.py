@@ -49,6 +49,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def cut_layer_types(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config with every ``layer_types`` cut to its ``num_hidden_layers``.
+
+    Published configs list extra prediction layers there, and strict readers reject that.
+    """
+    cut = {k: cut_layer_types(v) if isinstance(v, dict) else v for k, v in config.items()}
+    count, kinds = cut.get("num_hidden_layers"), cut.get("layer_types")
+    if isinstance(count, int) and isinstance(kinds, list):
+        cut["layer_types"] = kinds[:count]
+    return cut
+
+
 class Checkpoint:
     """The tensors and the config of one checkpoint folder.
 

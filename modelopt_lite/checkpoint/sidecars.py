@@ -18,13 +18,15 @@ _WEIGHT_SUFFIXES = (
 )  # fmt: skip
 _WEIGHTS = (*_WEIGHT_SUFFIXES, *(f"{suffix}.index.json" for suffix in _WEIGHT_SUFFIXES))
 _SKIPPED_NAMES = frozenset({".git", ".cache", ".gitattributes", "__pycache__"})
-_WRITTEN_BY_US = frozenset({Path("config.json"), Path("hf_quant_config.json")})
+_WRITTEN_BY_US = frozenset(
+    map(Path, ("config.json", "hf_quant_config.json", "modelopt_lite_report.json"))
+)
 
 
 def sidecar_files(source_dir: Path) -> list[Path]:
     """List the files to carry over, relative to ``source_dir``, sorted.
 
-    Weights (by suffix, at any depth), their indices, the two config files that the export writes
+    Weights (by suffix, at any depth), their indices, the files that the export writes
     itself, and version-control and cache entries are left out. Links to files count as their
     targets, as the hub's cache is made of them; a link to a folder is followed inside
     ``source_dir`` only.

@@ -11,13 +11,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from modelopt_lite.checkpoint.reader import cut_layer_types
 from modelopt_lite.formats.linear import LinearFormat
 from modelopt_lite.plan import Plan
 
 QUANT_CONFIG_FILE = "hf_quant_config.json"
 # TensorRT-LLM knows the nested file by the producer's name; the version is the dialect's.
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
-_LAYER_TYPE_KEYS = ("layer_types",)
 
 
 def quant_config(plan: Plan) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def edit_config(config: dict[str, Any], plan: Plan, class_name: str) -> dict[str
     added at the root; ``architectures`` is filled where it is missing; a ``layer_types`` longer
     than ``num_hidden_layers`` is cut, as strict readers demand. Key order stays.
     """
-    edited: dict[str, Any] = copy.deepcopy(config)
+    edited = cut_layer_types(copy.deepcopy(config))
     _strip(edited)
     if not edited.get("architectures"):
         edited["architectures"] = [class_name]
@@ -86,11 +86,6 @@ def edit_config(config: dict[str, Any], plan: Plan, class_name: str) -> dict[str
 def _strip(part: dict[str, Any]) -> None:
     for key in ("quantization_config", "compression_config"):
         part.pop(key, None)
-    count = part.get("num_hidden_layers")
-    for key in _LAYER_TYPE_KEYS:
-        kinds = part.get(key)
-        if isinstance(kinds, list) and isinstance(count, int) and len(kinds) > count:
-            part[key] = kinds[:count]
     for value in part.values():
         if isinstance(value, dict):
             _strip(value)

@@ -7,6 +7,7 @@ each case.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from modelopt_lite.errors import InternalError, NonFiniteError
+from modelopt_lite.errors import InternalError, NonFiniteError, RecipeError
 from modelopt_lite.formats import base, fp8, nvfp4
 from modelopt_lite.formats.base import Numerics, TensorSpec, row_chunks
 
@@ -277,6 +278,19 @@ FORMATS: Mapping[str, LinearFormat] = MappingProxyType(
     }
 )
 """Every format by name."""
+
+
+def get_format(name: str) -> LinearFormat:
+    """Return a format by the name that recipes call it.
+
+    Raises:
+        RecipeError: There is no such format.
+    """
+    if name not in FORMATS:
+        near = difflib.get_close_matches(name, FORMATS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise RecipeError(f"unknown format {name!r}{hint}; known: {', '.join(sorted(FORMATS))}")
+    return FORMATS[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,8 @@ def parse_recipe(data: dict[str, Any], *, where: str) -> Recipe:
     for key in ("name", "kv_cache", "description"):
         if not isinstance(data.get(key, ""), str | None):
             raise RecipeError(f"{where}: {key} must be text, got {data[key]!r}")
+    if not data.get("name"):
+        raise RecipeError(f"{where}: name must be text that is not empty, got {data.get('name')!r}")
     return Recipe(**{**data, **lists})
 
 

@@ -1,0 +1,121 @@
+"""Recipes: the presets, files of one's own, and errors that name the nearest word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import modelopt_lite.recipes as package
+from modelopt_lite.errors import RecipeError
+from modelopt_lite.formats.linear import FORMATS
+from modelopt_lite.recipes import Recipe, load_recipe, parse_recipe, preset_names
+
+PRESETS = [
+    "fp8",
+    "fp8_per_channel_per_token",
+    "nvfp4",
+    "nvfp4_experts_only",
+    "nvfp4_mlp_only",
+    "w4a16_nvfp4",
+]
+
+
+def test_presets_are_the_files() -> None:
+    assert preset_names() == PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert recipe.weights in FORMATS
+    assert recipe.description.endswith(".")
+    assert recipe.kv_cache is None
+    assert bool(recipe.include) == name.endswith("_only")
+    assert not recipe.exclude
+    data = yaml.safe_load((Path(package.__file__).parent / f"{name}.yaml").read_text())
+    assert parse_recipe({"name": name, **data}, where="here") == recipe
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("weights: nvfp4\nkv_cache: fp8\nexclude: ['*.o_proj']\ninclude:\n")
+    expected = Recipe(name="mine", weights="nvfp4", kv_cache="fp8", exclude=("*.o_proj",))
+    assert load_recipe(path) == load_recipe(str(path)) == expected
+    path.write_text("name: other\nweights: fp8\n")
+    assert load_recipe(path).name == "other"
+
+
+def test_a_recipe_is_returned_as_it_is() -> None:
+    recipe = Recipe(name="mine", weights="fp8")
+    assert load_recipe(recipe) is recipe
+
+
+def test_kv_cache_replaces_the_recipes_own() -> None:
+    recipe = Recipe(name="mine", weights="fp8", kv_cache="fp8")
+    assert load_recipe(recipe).kv_cache == "fp8"
+    assert load_recipe(recipe, kv_cache="none").kv_cache is None
+    assert load_recipe("fp8", kv_cache="fp8").kv_cache == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nvpf4", "unknown recipe 'nvpf4'; did you mean 'nvfp4'.; presets: fp8, "),
+        ("nvfp4_mlp", "did you mean 'nvfp4_mlp_only'"),
+        ("zzz", "unknown recipe 'zzz'; presets: "),
+        ("", "unknown recipe ''"),
+        ("none.yaml", "cannot read the recipe none.yaml: No such file"),
+    ],
+)
+def test_no_such_recipe(name: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(name)
+
+
+@pytest.mark.parametrize("kv_cache", ["fp9", "int8", ""])
+def test_no_such_kv_cache(kv_cache: str) -> None:
+    with pytest.raises(RecipeError, match=f"unknown KV cache format '{kv_cache}'.*known: fp8"):
+        load_recipe("fp8", kv_cache=kv_cache)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("weight: fp8", "unknown key 'weight'; did you mean 'weights'.; known: description, "),
+        ("1: fp8", "unknown key 1"),
+        ("include: []", "weights must name a format, got None"),
+        ("weights: [fp8]", "weights must name a format, got"),
+        ("weights: fp8\ninclude: '*.mlp'", "include must be a list of patterns, got '"),
+        ("weights: fp8\nexclude: [1]", "exclude must be a list of patterns"),
+        ("weights: fp8\nkv_cache: 8", "kv_cache must be text, got 8"),
+        ("weights: fp8\nname: 8", "name must be text, got 8"),
+        ("weights: fp8\nkv_cache: int4", "unknown KV cache format 'int4'"),
+        ("- weights", "must be a mapping of keys, got list"),
+        ("", "must be a mapping of keys, got NoneType"),
+        ("a: [", "no valid YAML"),
+    ],
+)
+def test_files_that_mean_nothing(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize("name", [None, ""])
+def test_a_name_is_never_empty(name: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"name": name, "weights": "fp8"}))
+    with pytest.raises(RecipeError, match="name must be"):
+        load_recipe(path)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(RecipeError, match="no valid YAML"):
+        load_recipe(path)

@@ -1,0 +1,285 @@
+"""Which matrices are candidates, and the reasons why others are left out."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+
+from modelopt_lite.build import build_meta_model, quiet_transformers
+from modelopt_lite.checkpoint.dequant import open_source
+from modelopt_lite.checkpoint.names import map_names
+from modelopt_lite.errors import RecipeError, SpecError
+from modelopt_lite.models import ExpertStorageSpec, ModelSpec, PTQSpec, get_spec, get_specs
+from modelopt_lite.recipes import Recipe
+from modelopt_lite.select import Candidate, TensorShape, apply_recipe, find_candidates
+
+installed = Version(transformers.__version__)
+CONFIGS = json.loads((Path(__file__).parent / "models" / "tiny.json").read_text())
+SPECS = {spec.model_type: spec for spec in get_specs()}
+QUANTIZED = re.compile(r"\.layers\.\d+\.\S+(_proj|_proj_with_mqa|\.w[123])(\.weight)?")
+
+
+@functools.cache
+def found_in(model_type: str) -> list[tuple[dict[str, TensorShape], list[Candidate]]]:
+    """Tensors on disk and candidates of each tiny model of a type."""
+    found = []
+    for fields in CONFIGS.get(model_type, CONFIGS["llama"]):
+        with tempfile.TemporaryDirectory() as name, quiet_transformers():
+            config = transformers.AutoConfig.for_model(model_type, **fields)
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(name)
+            source = open_source(Path(name))
+            model = build_meta_model(Path(name), source.config, trust_remote_code=False)
+            source.close()
+        tensors = {n: TensorShape(info.shape, info.dtype) for n, info in source.tensors.items()}
+        names = map_names(model, {n: info.shape for n, info in tensors.items()})
+        found.append((tensors, find_candidates(model, names, tensors, get_spec(model_type))))
+    return found
+
+
+@pytest.fixture(params=SPECS)
+def found(request: pytest.FixtureRequest) -> list[tuple[dict[str, TensorShape], list[Candidate]]]:
+    needed = SPECS[request.param].min_transformers_version or "0"
+    if installed < Version(needed):
+        pytest.skip(f"{request.param} needs transformers {needed}, {installed} is installed")
+    return found_in(request.param)
+
+
+Found = list[tuple[dict[str, TensorShape], list[Candidate]]]
+
+
+def test_every_projection_and_nothing_else(found: Found) -> None:
+    for tensors, candidates in found:
+        expected = {n for n in tensors if QUANTIZED.search(n) and not re.search("vision|bias", n)}
+        assert {c.source for c in candidates if c.skip is None} == expected
+        assert len({c.name for c in candidates}) == len(candidates)
+
+
+def test_reasons(found: Found) -> None:
+    for _, candidates in found:
+        for c in candidates:
+            if c.name == "lm_head":
+                assert c.skip == "output head"
+            elif c.name.endswith(("mlp.gate", "mlp.router", "shared_expert_gate", "moe.gate")):
+                assert c.skip == "router"
+            elif "vision_tower" in c.name:
+                assert c.skip == "left out by the model's spec (*vision_tower*)"
+            else:
+                assert c.skip is None
+                assert c.role == c.name.rpartition(".")[2]
+
+
+def test_experts_know_their_number(found: Found) -> None:
+    for tensors, candidates in found:
+        for c in candidates:
+            match = re.fullmatch(r"(.*\.experts)\.(\d+)\.\w+", c.name)
+            if match:
+                assert (c.experts, c.expert) == (match[1], int(match[2]))
+            elif c.stacked:
+                assert c.experts == c.name.rpartition(".")[0]
+                assert c.expert is None
+                assert c.shape == tensors[c.source].shape
+                assert c.input_major
+            else:
+                assert c.experts is None
+            if not c.stacked:
+                assert c.shape == tensors[c.source].shape
+
+
+# --- by structure, without a spec
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6, bias=False)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(4, 3)
+        self.single = nn.Linear(4, 1)
+        self.dense = nn.Linear(4, 5)
+        self.conv = nn.Conv1d(2, 2, 3)
+        self.table = nn.Embedding(7, 4)
+        self.experts = nn.ModuleList(Expert() for _ in range(3))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block()])
+        self.head = nn.Linear(4, 7, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def candidates_of(
+    model: nn.Module, spec: ModelSpec | None = None, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Candidate]:
+    tensors = {
+        name: TensorShape(tuple(t.shape), dtype)
+        for name, t in model.state_dict(keep_vars=True).items()
+    }
+    names = map_names(model, {name: info.shape for name, info in tensors.items()})
+    return {c.name: c for c in find_candidates(model, names, tensors, spec)}
+
+
+def test_an_unknown_model_is_judged_by_its_structure() -> None:
+    made = candidates_of(Model())
+    assert {name.removeprefix("layers.0."): c.skip for name, c in made.items()} == {
+        "score": "router",  # as many outputs as there are experts beside it
+        "single": "one output only",
+        "dense": None,
+        **{f"experts.{index}.up": None for index in range(3)},
+        "head": "output head",
+    }
+
+
+def test_whole_numbers_are_no_candidates() -> None:
+    assert not candidates_of(Model(), dtype=torch.int8)
+
+
+class Stacked(nn.Module):
+    def __init__(self, name: str = "experts", rows: int = 8) -> None:
+        super().__init__()
+        inner = nn.Module()
+        inner.gate_up = nn.Parameter(torch.zeros(2, rows, 4))
+        inner.down = nn.Parameter(torch.zeros(2, 4, rows // 2))
+        self.add_module(name, inner)
+        self.gate = nn.Linear(4, 2, bias=False)
+
+
+def test_stacked_experts_of_an_unknown_model_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"'experts\.gate_up' \[2, 8, 4\] .* reduction axis"):
+        candidates_of(Stacked())
+    assert candidates_of(Stacked("other")).keys() == {"gate"}  # not called experts: left alone
+
+
+def stacked_spec(**fields: Any) -> ModelSpec:
+    storage = {
+        "linear_names": ("gate", "up", "down"),
+        "stacked_names": ("gate_up", "down"),
+        **fields,
+    }
+    return ModelSpec(model_type="x", expert_storage_spec=ExpertStorageSpec(**storage))
+
+
+def test_a_stack_is_cut_into_the_matrices_that_engines_name() -> None:
+    made = candidates_of(Stacked(), stacked_spec())
+    whole = slice(None)
+    assert {name: (c.source, c.region, c.shape) for name, c in made.items()} == {
+        "experts.0.gate": ("experts.gate_up", (0, slice(0, 4)), (4, 4)),
+        "experts.0.up": ("experts.gate_up", (0, slice(4, 8)), (4, 4)),
+        "experts.1.gate": ("experts.gate_up", (1, slice(0, 4)), (4, 4)),
+        "experts.1.up": ("experts.gate_up", (1, slice(4, 8)), (4, 4)),
+        "experts.0.down": ("experts.down", (0, slice(0, 4)), (4, 4)),
+        "experts.1.down": ("experts.down", (1, slice(0, 4)), (4, 4)),
+        "gate": ("gate.weight", (), (2, 4)),
+    }
+    assert made["gate"].skip == "router"
+    made = candidates_of(Stacked(), stacked_spec(interleaved_gate_up=True))
+    assert made["experts.1.gate"].region == (1, slice(0, None, 2))
+    assert made["experts.1.up"].region == (1, slice(1, None, 2))
+    made = candidates_of(Stacked(), stacked_spec(input_major=True))
+    assert made["experts.1.up"].region == (1, whole, slice(2, 4))
+    assert made["experts.1.up"].shape == (2, 8)
+    assert all(c.input_major == (name != "gate") for name, c in made.items())
+
+
+def test_one_stacked_expert_is_not_one_output() -> None:
+    model = nn.Module()
+    model.experts = nn.Module()
+    model.experts.gate_up = nn.Parameter(torch.zeros(1, 8, 4))
+    made = candidates_of(model, stacked_spec(export_stacked=True))
+    assert made["experts.gate_up"].skip is None
+
+
+def test_facts_of_the_spec() -> None:
+    spec = ModelSpec(
+        model_type="x", ptq_spec=PTQSpec(router_names=("dense",), skip_modules=("layers.?.exp*",))
+    )
+    made = candidates_of(Model(), spec)
+    assert made["layers.0.dense"].skip == "router"
+    assert made["layers.0.experts.1.up"].skip == "left out by the model's spec (layers.?.exp*)"
+
+
+# --- recipes
+
+
+def recipe(**fields: Any) -> Recipe:
+    return Recipe(**{"name": "mine", "weights": "fp8", **fields})
+
+
+CANDIDATES = [
+    Candidate("layers.0.attn.q", "layers.0.attn.q.weight", (), (2, 2), role="q"),
+    Candidate("layers.0.mlp.up", "layers.0.mlp.up.weight", (), (2, 2), role="up"),
+    Candidate("layers.1.mlp.up", "layers.1.mlp.up.weight", (), (2, 2), role="up"),
+    Candidate("head", "head.weight", (), (2, 2), skip="output head"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "skips"),
+    [
+        ({}, [None, None, None, "output head"]),
+        (
+            {"include": ("*.mlp",)},
+            ["not in the recipe mine", None, None, "output head"],
+        ),
+        (
+            {"exclude": ("layers.1", "head")},
+            [None, None, "excluded by the pattern 'layers.1'", "output head"],
+        ),
+        (
+            {"include": ("layers.0",), "exclude": ("*.attn",)},
+            [
+                "excluded by the pattern '*.attn'",
+                None,
+                "not in the recipe mine",
+                "output head",
+            ],
+        ),
+    ],
+)
+def test_include_and_exclude(fields: dict[str, Any], skips: list[str | None]) -> None:
+    chosen = apply_recipe(CANDIDATES, recipe(**fields))
+    assert [c.skip for c in chosen] == skips
+    assert [c.name for c in chosen] == [c.name for c in CANDIDATES]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"include": ("mlp",)}, r"include pattern 'mlp' .* 'layers\.0\.attn\.q', and a lone \*"),
+        ({"exclude": ("*.mlp", "nothing.*")}, r"exclude pattern 'nothing\.\*'"),
+        ({"include": ("head",)}, "quantizes nothing .* not in the recipe mine; output head"),
+        ({"exclude": ("layers",)}, r"quantizes nothing of this model \(4 matrices"),
+    ],
+)
+def test_patterns_that_do_nothing(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        apply_recipe(CANDIDATES, recipe(**fields))
+
+
+def test_a_preset_may_name_modules_of_other_architectures() -> None:
+    chosen = apply_recipe(CANDIDATES, recipe(name="nvfp4_mlp_only", include=("*.mlp", "*.moe")))
+    assert [c.skip is None for c in chosen] == [False, True, True, False]
+
+
+def test_a_model_without_matrices() -> None:
+    with pytest.raises(RecipeError, match="the model has no linear layers"):
+        apply_recipe([], recipe())
+    with pytest.raises(RecipeError, match=r"looks like '\(none\)'"):
+        apply_recipe([], recipe(include=("a",)))
