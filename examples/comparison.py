@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from modelopt_lite.evaluate import Evaluation
 from modelopt_lite.report import REPORT_FILE, Report
 from modelopt_lite.report_view import bytes_text
 
@@ -31,14 +31,14 @@ class Row:
     peak_memory: str
 
     @classmethod
-    def of(cls, report: Report, before: Evaluation, after: Evaluation) -> Row:
+    def of(cls, report: Report, before: Mapping[str, Any], after: Mapping[str, Any]) -> Row:
         """Return the row of one export."""
         return cls(
             report.recipe,
             bytes_text(report.export_bytes),
             f"{report.bits_per_weight:.2f}",
-            f"{before.perplexity:.4f}",
-            f"{after.perplexity:.4f}",
+            f"{before['perplexity']:.4f}",
+            f"{after['perplexity']:.4f}",
             f"{sum(report.seconds.values()):.1f}",
             bytes_text(report.peak_memory_bytes),
         )
@@ -52,10 +52,16 @@ def quantize(source: Path, export: Path, recipe: str, *options: str) -> Report:
     return Report(**data)
 
 
-def measure(checkpoint: Path, *, max_tokens: int, seq_len: int) -> Evaluation:
-    """Return the perplexity of a checkpoint on the evaluation share of the default text."""
+def audit(export: Path, source: Path) -> str:
+    """Audit an export, each matrix against its source; return what the audit says."""
+    return _run("verify", str(export), "--source", str(source)).strip()
+
+
+def measure(checkpoint: Path, *, max_tokens: int, seq_len: int) -> dict[str, Any]:
+    """Return the evaluation of a checkpoint on the evaluation share of the default text."""
     sizes = ("--max-tokens", str(max_tokens), "--seq-len", str(seq_len))
-    return Evaluation(**json.loads(_run("eval", str(checkpoint), "--json", *sizes)))
+    result: dict[str, Any] = json.loads(_run("eval", str(checkpoint), "--json", *sizes))
+    return result
 
 
 def _run(*arguments: str) -> str:
@@ -69,7 +75,7 @@ def _run(*arguments: str) -> str:
 
 def print_rows(rows: Sequence[Row], title: str, console: Console) -> None:
     """Print the table."""
-    table = Table(*_titles(), title=title, box=SIMPLE)
+    table = Table(*("\n".join(t.rsplit(" ", 1)) for t in _titles()), title=title, box=SIMPLE)
     for row in rows:
         table.add_row(*asdict(row).values())
     console.print(table)

@@ -59,7 +59,7 @@ def main() -> int:
         report = quantize(source, export, recipe, "--calib-size", str(CALIB_SIZE))
         after = measure(export, max_tokens=arguments.max_tokens, seq_len=SEQ_LEN)
         rows.append(Row.of(report, before, after))
-    print_rows(rows, f"{MODEL}, {before.tokens:,} tokens of text", console)
+    print_rows(rows, f"{MODEL}, {before['tokens']:,} tokens of text", console)
     write_rows(rows, arguments.folder / "results.md")
     return 0
 

@@ -65,15 +65,40 @@ def _load_config(source: Path, config_json: dict[str, Any], *, trust_remote_code
         )
     try:
         with quiet_transformers():
-            if native:  # from what was read, so that a config that strict readers reject is mended
-                return CONFIG_MAPPING[model_type].from_dict(cut_layer_types(config_json))
+            if native:  # as AutoConfig does it, but for what strict readers reject
+                cls = CONFIG_MAPPING[model_type]
+                read, _ = cls.get_config_dict(source, local_files_only=True)
+                read = cut_layer_types(read)
+                old = transformers.__version__.startswith("4.")
+                return cls.from_dict(_old_rope(read, source) if old else read)
             return transformers.AutoConfig.from_pretrained(
                 source, trust_remote_code=trust_remote_code, local_files_only=True
             )
+    except CheckpointError:
+        raise
     except Exception as error:  # configs check themselves, with errors of many kinds
         raise CheckpointError(
             f"transformers {transformers.__version__} rejects {source / 'config.json'}: {error}"
         ) from error
+
+
+def _old_rope(config: dict[str, Any], source: Path) -> dict[str, Any]:
+    """Spell the rotary embedding as transformers 4 reads it; it else takes its own defaults."""
+    old = {k: _old_rope(v, source) if k == "text_config" else v for k, v in config.items()}
+    rope = old.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" in old:
+        return old
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise CheckpointError(
+            f"{source / 'config.json'} has rope_parameters for each kind of layer, which "
+            "transformers 4 does not read; install transformers 5"
+        )
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope:
+            old.setdefault(key, rope[key])
+    if rope.get("rope_type", "default") != "default":
+        old.setdefault("rope_scaling", {k: v for k, v in rope.items() if k != "rope_theta"})
+    return old
 
 
 def _instantiate(

@@ -43,6 +43,30 @@ class ShapeError(ModelOptLiteError, ValueError):
     code = "MOL310"
 
 
+class OffloadConfigError(ModelOptLiteError, ValueError):
+    """A pattern, value or name in the configuration of the offload runtime is wrong."""
+
+    code = "MOL320"
+
+
+class OffloadConfigFileError(OffloadConfigError, FileNotFoundError):
+    """The file of the offload configuration does not exist."""
+
+
+class StrategyComputeError(ModelOptLiteError):
+    """No offload plan meets the request.
+
+    ``smallest_budget`` is the least number of bytes with which the strategy would find one; None
+    where the budget is not what stands in the way.
+    """
+
+    code = "MOL330"
+
+    def __init__(self, message: str, smallest_budget: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_budget = smallest_budget
+
+
 class CalibrationError(ModelOptLiteError):
     """Calibration data is missing, empty, out of range, or never reached a quantizer."""
 

@@ -99,7 +99,9 @@ def prepare(
     model_type = check_model_type(source.config, model_type, folder)
     model = build_meta_model(folder, source.config, trust_remote_code=trust_remote_code)
     plan = plan_for(model, source, recipe, model_type, numerics, on_bad_shape)
-    return Job(folder, source, model, model_type, plan, pick_device(device))
+    place = pick_device(device)
+    move_buffers(model, place)
+    return Job(folder, source, model, model_type, plan, place)
 
 
 def plan_for(
@@ -175,6 +177,14 @@ def pick_device(device: str | torch.device | None) -> torch.device:
             f"{', ' + accelerator.type if accelerator else ''}); leave device out"
         )
     return chosen
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move what the config alone determines (rotary frequencies, masks) to where the model runs."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type not in ("meta", device.type):
+                module._buffers[name] = buffer.to(device)
 
 
 def versions() -> dict[str, str]:

@@ -1,35 +1,140 @@
-"""Match dotted names against patterns: one linear pass, no backtracking, no regular expressions.
+"""Patterns over dotted names and classes: parsing, and one linear matcher.
 
-A pattern is a sequence of parts separated by dots. Within a part, ``*`` stands for any characters
-and ``?`` for one. A part that is ``*`` alone stands for exactly one part of the name where a
-pattern includes, and for one or more where it excludes (or selects in a recipe).
+A pattern is ``<glob>`` or ``name:<glob>``, matched with a path, or ``class:<glob>``, matched with
+a module's class. In a glob ``*`` stands for any characters and ``?`` for one; all else stands for
+itself. A path is matched part by part between its dots. A part that is ``*`` alone stands for
+exactly one part of the path where a pattern includes, and for one or more where it excludes (or
+selects in a recipe). A class is matched as a whole, dots included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
+
+from modelopt_lite.errors import OffloadConfigError
+
+_KINDS = ("class", "name")
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """One entry of a list of patterns. ``text`` is the entry without surrounding spaces."""
+
+    kind: Literal["name", "class"]
+    body: str
+    text: str
+
+    def matches_name(self, path: str, *, star_spans: bool) -> bool:
+        """Whether a whole path matches; a class pattern matches none."""
+        return self.kind == "name" and match_name(self.body, path, star_spans=star_spans)
+
+    def matches_class(self, cls: type) -> bool:
+        """Whether a class matches by its short or its full name; its bases do not count."""
+        return self.kind == "class" and (
+            match_part(self.body, cls.__name__)
+            or match_part(self.body, f"{cls.__module__}.{cls.__qualname__}")
+        )
+
+
+def parse_pattern(entry: object, *, index: int = 0, field: str = "patterns") -> Pattern:
+    """Read one entry.
+
+    Args:
+        entry: What the user wrote.
+        index: Its place in the list, for the message.
+        field: The list's name, for the message.
+
+    Raises:
+        OffloadConfigError: Not a string, empty, an empty body, or an unknown prefix. A path that
+            holds a colon is written ``name:<path>``.
+    """
+    where = f"{field}[{index}]"
+    if not isinstance(entry, str):
+        raise OffloadConfigError(
+            f"{where} is {entry!r}, a {type(entry).__name__}; patterns are strings"
+        )
+    text = entry.strip()
+    if not text:
+        raise OffloadConfigError(f"{where} is empty ({entry!r}); remove it, or use '*' for all")
+    prefix, colon, body = text.partition(":")
+    if not colon:
+        return Pattern("name", text, text)
+    body = body.strip()
+    if prefix not in _KINDS:
+        raise OffloadConfigError(
+            f"{where} {text!r} begins with neither 'class:' nor 'name:'; did you mean "
+            f"{_nearest_form(prefix, body, text)!r}?"
+        )
+    if not body:
+        raise OffloadConfigError(
+            f"{where} {text!r} has nothing after the colon; write {prefix}:<glob> or remove it"
+        )
+    kind: Literal["name", "class"] = "class" if prefix == "class" else "name"
+    return Pattern(kind, body, f"{prefix}:{body}")
+
+
+def _nearest_form(prefix: str, body: str, text: str) -> str:
+    near = difflib.get_close_matches(prefix.strip().lower(), _KINDS, n=1)
+    return f"{near[0]}:{body}" if near and body else f"name:{text}"
+
+
+def parse_patterns(entries: object, *, field: str = "patterns") -> tuple[Pattern, ...]:
+    """Read a list of entries, in order, duplicates kept.
+
+    Raises:
+        OffloadConfigError: ``entries`` is not a list, tuple or set, or an entry is wrong.
+    """
+    if isinstance(entries, str) or not isinstance(entries, Sequence | set | frozenset):
+        hint = f"; write [{entries!r}]" if isinstance(entries, str) else ""
+        raise OffloadConfigError(f"{field} is {entries!r}; it must be a list of strings{hint}")
+    ordered = sorted(entries, key=str) if isinstance(entries, set | frozenset) else entries
+    return tuple(parse_pattern(e, index=i, field=field) for i, e in enumerate(ordered))
+
+
+def split_patterns(patterns: Iterable[Pattern]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the bodies of the name patterns and of the class patterns; equal texts once."""
+    unique = list({pattern.text: pattern for pattern in patterns}.values())
+    names = tuple(p.body for p in unique if p.kind == "name")
+    return names, tuple(p.body for p in unique if p.kind == "class")
 
 
 def match_part(pattern: str, text: str) -> bool:
-    """Whether a part of a name matches a part of a pattern (``*`` and ``?``).
+    """Whether a part of a name, or a class, matches a glob as a whole.
 
-    Greedy with one remembered star, so the cost is at most ``len(pattern) * len(text)``.
+    One step for each character of the text: the places of the glob that are reached so far are
+    bits of an integer (the Shift-And method of Baeza-Yates and Gonnet, 1992, with loops at stars).
     """
-    p = t = 0
-    star, resume = -1, 0
-    while t < len(text):
-        if p < len(pattern) and pattern[p] in ("?", text[t]) and pattern[p] != "*":
-            p, t = p + 1, t + 1
-        elif p < len(pattern) and pattern[p] == "*":
-            star, resume = p, t
-            p += 1
-        elif star >= 0:
-            resume += 1
-            p, t = star + 1, resume
-        else:
+    if "*" not in pattern and "?" not in pattern:
+        return pattern == text
+    accepted, anything, loops, end = _compile(pattern)
+    reached = 1
+    for char in text:
+        reached = (reached & accepted.get(char, anything)) << 1 | reached & loops
+        if not reached:
             return False
-    return all(char == "*" for char in pattern[p:])
+    return bool(reached >> end & 1)
+
+
+@lru_cache(maxsize=4096)
+def _compile(pattern: str) -> tuple[Mapping[str, int], int, int, int]:
+    """Return the bits of the places that take each character, any other one, and stay; the end."""
+    items = pattern.replace("*", "")
+    loops = place = 0
+    for char in pattern:
+        if char == "*":
+            loops |= 1 << place
+        else:
+            place += 1
+    anything = sum(1 << at for at, item in enumerate(items) if item == "?")
+    accepted = {
+        char: anything | sum(1 << at for at, item in enumerate(items) if item == char)
+        for char in set(items)
+    }
+    return accepted, anything, loops, len(items)
 
 
 def match_name(pattern: str, name: str, *, star_spans: bool) -> bool:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from modelopt_lite.checkpoint.names import NameMap, TensorGroup, read_entries
+from modelopt_lite.checkpoint.fill import read_entries
+from modelopt_lite.checkpoint.names import NameMap, TensorGroup
 
 _ALIGN = 64  # bytes; a cache line, and enough for every dtype
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from modelopt_lite.build import build_meta_model
 from modelopt_lite.checkpoint.dequant import open_source
-from modelopt_lite.checkpoint.names import NameMap, map_names, natural_key, read_entries
+from modelopt_lite.checkpoint.fill import read_entries
+from modelopt_lite.checkpoint.names import NameMap, map_names, natural_key
 from modelopt_lite.errors import CheckpointError
 
 MakeCheckpoint = Callable[..., Path]

@@ -180,9 +180,9 @@ def test_shapes_that_the_format_cannot_hold(checkpoint: MakeCheckpoint) -> None:
 
 def test_bad_options(checkpoint: MakeCheckpoint) -> None:
     folder = checkpoint("llama")
-    with pytest.raises(RecipeError, match="on_bad_shape .* 'maybe'"):
+    with pytest.raises(RecipeError, match=r"on_bad_shape .* 'maybe'"):
         plan_of(folder, on_bad_shape="maybe")
-    with pytest.raises(RecipeError, match="numerics .* 'loose'"):
+    with pytest.raises(RecipeError, match=r"numerics .* 'loose'"):
         plan_of(folder, numerics="loose")
     with pytest.raises(CheckpointError, match=r"'mistral' was given, .* says 'llama'"):
         plan_of(folder, model_type="mistral")
@@ -196,10 +196,11 @@ def test_bad_options(checkpoint: MakeCheckpoint) -> None:
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gpt_oss", "gemma3_text", "phi3"])
 def test_cache_scales(kind: str, checkpoint: MakeCheckpoint) -> None:
     plan = plan_of(checkpoint(kind), kv_cache="fp8")
+    key, value = ("qkv_proj", "qkv_proj") if kind == "phi3" else ("k_proj", "v_proj")
     names = [(s.key.name, s.value.name) for s in plan.kv_cache]
     assert names == [
-        (f"model.layers.{i}.self_attn.k_proj.k_scale", f"model.layers.{i}.self_attn.v_proj.v_scale")
-        for i in range(2)
+        (f"{prefix}.{key}.k_scale", f"{prefix}.{value}.v_scale")
+        for prefix in ("model.layers.0.self_attn", "model.layers.1.self_attn")
     ]
     assert [s.module for s in plan.kv_cache] == [f"model.layers.{i}.self_attn" for i in range(2)]
     assert all(s.key.dtype == torch.float32 and s.key.shape == () for s in plan.kv_cache)

@@ -255,11 +255,6 @@ def text_blocks(tokenizer: Any, text: str, seq_len: int, size: int) -> list[Tens
     width = seq_len - len(start)
     if width < 1:
         raise CalibrationError(
-            f"calib_seq_len {seq_len} leaves no room beside the {len(start)} tokens that begin every "
-            "text; raise it"
-        )
-    if width < 1:
-        raise CalibrationError(
             f"calib_seq_len {seq_len} leaves no room for text behind the {len(start)} tokens that "
             "the tokenizer begins with; give more"
         )
