@@ -200,7 +200,7 @@ def _finished(target: Path, details: dict[str, Any]) -> Report | None:
 
 
 def _degradations(report: Report) -> str:
-    parts = list(report.notes)
+    parts = list(report.fallbacks)
     if report.cold_experts:
         parts.append(f"{len(report.cold_experts)} experts saw no calibration token")
     if report.beyond_bound:

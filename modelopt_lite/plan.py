@@ -104,7 +104,8 @@ class Plan:
         outputs: Every tensor of the export, in order.
         excluded: Module on disk -> why it is not quantized.
         units: How the model is streamed, in the order of its modules.
-        notes: What a user should know; with ``strict`` they fail the run.
+        notes: What a user should know.
+        fallbacks: Where the plan departs from what was asked; ``strict`` makes that a failure.
     """
 
     recipe: Recipe
@@ -119,6 +120,7 @@ class Plan:
     unquantized: list[str]
     units: list[Unit]
     notes: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
 
     @property
     def format(self) -> LinearFormat:
@@ -187,7 +189,7 @@ def make_plan(
     plan.outputs = _ordered_outputs(plan)
     plan.unquantized = _unquantized_modules(plan, model)
     if spec is None:
-        plan.notes.append(
+        plan.fallbacks.append(
             f"no spec for model_type {model_type!r}: linear layers and experts were found by "
             "structure alone (models/README.md tells how to add it)"
         )

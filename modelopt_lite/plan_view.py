@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -97,7 +98,8 @@ def plan_tables(plan: Mapping[str, Any]) -> RenderableType:
 
 
 def _linears_table(linears: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table("count", "linear layers", "shape", "format, or why not", title="Plan")
+    titles = ("count", "linear layers", "shape", "format, or why not")
+    table = Table(*titles, box=SIMPLE, pad_edge=False)
     table.columns[0].justify = "right"
     for column in table.columns[1:]:
         column.overflow = "fold"

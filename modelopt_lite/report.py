@@ -30,6 +30,7 @@ class Report:
         tokens_per_expert: Expert container -> rows that each expert saw in calibration.
         cold_experts: Experts that saw none, and took the largest input of their peers.
         input_amax: Input group -> largest magnitude seen.
+        fallbacks: Where else the run departed from what was asked.
         notes: Everything else that a user should know.
         source_bytes: Bytes of all tensors of the source.
         export_bytes: Bytes of all tensors of the export.
@@ -50,6 +51,7 @@ class Report:
     tokens_per_expert: dict[str, list[int]] = field(default_factory=dict)
     cold_experts: list[str] = field(default_factory=list)
     input_amax: dict[str, float] = field(default_factory=dict)
+    fallbacks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     source_bytes: int = 0
     export_bytes: int = 0
@@ -67,7 +69,7 @@ class Report:
     @property
     def degraded(self) -> bool:
         """Whether the run had to fall back somewhere; ``strict`` makes that a failure."""
-        return bool(self.cold_experts or self.notes or self.beyond_bound)
+        return bool(self.cold_experts or self.fallbacks or self.beyond_bound)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

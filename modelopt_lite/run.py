@@ -77,12 +77,13 @@ def fill_report(report: Report, job: Job, exporter: Exporter, evidence: Evidence
     report.quantized = {m.name: m.format for m in plan.matrices}
     report.excluded = plan.excluded
     report.notes += plan.notes
+    report.fallbacks += plan.fallbacks
     report.relative_errors = {name: e.relative for name, e in exporter.errors.items()}
     report.beyond_bound = [name for name, e in exporter.errors.items() if not e.worst <= 1]
     report.input_amax = {group: float(amax) for group, amax in exporter.input_amax.items()}
     report.tokens_per_expert, report.cold_experts = expert_usage(plan, evidence)
     if skipped := [n for n, why in plan.excluded.items() if why.startswith("shape")]:
-        report.notes.append(f"{len(skipped)} matrices were left unquantized for their shape")
+        report.fallbacks.append(f"{len(skipped)} matrices were left unquantized for their shape")
     report.source_bytes = sum(info.nbytes for info in job.source.tensors.values())
     report.parameters = sum(info.numel for info in job.source.tensors.values())
     report.bytes_read = job.source.bytes_read

@@ -138,8 +138,7 @@ def _stacked(source: str, info: TensorShape, storage: ExpertStorageSpec) -> list
                 role=leaf,
             )
         ]
-    down = leaf == storage.stacked_names[-1]
-    roles = storage.linear_names[-1:] if down else storage.linear_names[:-1]
+    roles = storage.roles(leaf)
     found = []
     for expert in range(info.shape[0]):
         for position, role in enumerate(roles):

@@ -228,7 +228,8 @@ class ExpertStorageSpec(SpecSection):
             gate. Empty where checkpoints never store experts one by one.
         stacked_names: Names of the 3-D tensors of checkpoints that store all experts in one:
             (gate and up, down), or (up, down) without a gate. [E, 2I, H] and [E, H, I], gate
-            first, unless the two fields below say otherwise.
+            first, unless the two fields below say otherwise. As many as ``linear_names``, in
+            the same order, where each stands for one of them.
         input_major: The stacked tensors are [E, H, 2I] and [E, I, H].
         interleaved_gate_up: Gate and up alternate along 2I, gate at 0, 2, 4, ...
         export_stacked: Engines read the stacked names. False: they want one tensor an expert,
@@ -243,6 +244,13 @@ class ExpertStorageSpec(SpecSection):
     interleaved_gate_up: bool = False
     export_stacked: bool = False
     shared_expert_names: tuple[str, ...] = ()
+
+    def roles(self, stacked_name: str) -> tuple[str, ...]:
+        """Return which of ``linear_names`` a stacked tensor holds, in order."""
+        if len(self.stacked_names) == len(self.linear_names):
+            return (self.linear_names[self.stacked_names.index(stacked_name)],)
+        down = stacked_name == self.stacked_names[-1]
+        return self.linear_names[-1:] if down else self.linear_names[:-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,9 @@ nowhere else.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -33,30 +34,6 @@ from modelopt_lite.offload.device import (
 )
 
 _STAGES = 2  # one is read into while the other is copied from
-
-
-class _AcceleratorStream(Stream):
-    """A torch stream. Once a disk source came, one thread does everything that is queued on it."""
-
-    def __init__(self, name: str, native: torch.Stream) -> None:
-        super().__init__(name)
-        self.native = native
-        self.thread: CopyThread | None = None
-
-    def queue(self, work: Callable[[], None]) -> None:
-        """Do ``work`` now, or after what the thread still has to do."""
-        if self.thread is None:
-            work()
-        else:
-            self.thread.submit(0, work)
-
-
-class _AcceleratorEvent(Event):
-    """A torch event, a new one at every recording: the thread may still have to use the old."""
-
-    native: torch.Event | None = None
-    mark: Mark | None = None  # where a thread's stream recorded it
-    thread: CopyThread | None = None
 
 
 class _Staging:
@@ -87,6 +64,31 @@ class _Staging:
     def copied(self, index: int, event: torch.Event) -> None:
         """Say after which event the buffer may be filled again."""
         self._copied[index] = event
+
+
+class _AcceleratorStream(Stream):
+    """A torch stream. Once a disk source came, one thread does everything that is queued on it."""
+
+    def __init__(self, name: str, native: torch.Stream) -> None:
+        super().__init__(name)
+        self.native = native
+        self.staging = _Staging()
+        self.thread: CopyThread | None = None
+
+    def queue(self, work: Callable[[], None]) -> None:
+        """Do ``work`` now, or after what the thread still has to do."""
+        if self.thread is None:
+            work()
+        else:
+            self.thread.submit(0, work)
+
+
+class _AcceleratorEvent(Event):
+    """A torch event, a new one at every recording: the thread may still have to use the old."""
+
+    native: torch.Event | None = None
+    mark: Mark | None = None  # where a thread's stream recorded it
+    thread: CopyThread | None = None
 
 
 class AcceleratorDevice:
@@ -120,13 +122,13 @@ class AcceleratorDevice:
         self._buffers: dict[int, int] = {}
         self._registered: dict[int, Tensor] = {}
         self._streams: list[_AcceleratorStream] = []
-        self._staging = _Staging()
+        self._staging = _Staging()  # of the compute stream
         self._closed = False
 
     @property
     def staging_bytes(self) -> int:
         """Pinned host memory that copies from disk use."""
-        return self._staging.nbytes
+        return self._staging.nbytes + sum(stream.staging.nbytes for stream in self._streams)
 
     def allocate(self, nbytes: int) -> Tensor:
         """See `Device.allocate`.
@@ -163,13 +165,13 @@ class AcceleratorDevice:
             raise DeviceError(f"{self.name}: closed; copies can no longer be made")
         fresh = self._fresh.pop(dst.untyped_storage().data_ptr(), None)
         if stream is None:
-            self._copy_now(dst, src, self._compute(), fresh, label)
+            self._copy_now(dst, src, self._compute(), fresh, label, self._staging)
             return
         target = _native_stream(stream)
         if not isinstance(src, Tensor) and target.thread is None:
             target.thread = CopyThread(f"offload-{target.name}")
-        native = target.native
-        target.queue(lambda: self._copy_now(dst, src, native, fresh, label))
+            weakref.finalize(self, target.thread.close)
+        target.queue(lambda: self._copy_now(dst, src, target.native, fresh, label, target.staging))
 
     def record(self, event: Event, stream: Stream | None = None) -> None:
         """See `Device.record`."""
@@ -188,12 +190,14 @@ class AcceleratorDevice:
 
     def wait(self, event: Event, stream: Stream | None = None) -> None:
         """See `Device.wait`."""
-        native = self._settled(event)
         if stream is None:
-            native.wait(self._compute())
-        else:
-            target = _native_stream(stream)
-            target.queue(lambda: native.wait(target.native))
+            self._settled(event).wait(self._compute())
+            return
+        own, target = _native_event(event), _native_stream(stream)
+        # Where one thread records and waits, its order is enough.
+        same = own.thread is not None and own.thread is target.thread
+        native = own.native if same and own.native is not None else self._settled(event)
+        target.queue(lambda: native.wait(target.native))
 
     def query(self, event: Event) -> bool:
         """See `Device.query`."""
@@ -236,14 +240,15 @@ class AcceleratorDevice:
         """
         if tensor.is_pinned():
             return tensor
-        if mode == "torch" or self._register(tensor):
-            return tensor if mode == "host_register" else tensor.pin_memory()
-        warnings.warn(
-            f"{self.name}: {tensor.nbytes} bytes of host memory cannot be pinned in place; they "
-            "are copied to pinned memory, see pinned_memory_mode",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        if mode == "host_register":
+            if self._register(tensor):
+                return tensor
+            warnings.warn(
+                f"{self.name}: {tensor.nbytes} bytes of host memory cannot be pinned in place; "
+                "they are copied to pinned memory, see pinned_memory_mode",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return tensor.pin_memory()
 
     def close(self) -> None:
@@ -284,20 +289,21 @@ class AcceleratorDevice:
         stream: torch.Stream,
         fresh: torch.Event | None,
         label: str,
+        staging: _Staging,
     ) -> None:
         try:
             stage = None
             if isinstance(src, Tensor):
                 host = as_bytes(src)
             else:
-                host, stage = self._staging.fill(src, dst.nbytes)
+                host, stage = staging.fill(src, dst.nbytes)
             with self._on(stream):
                 if fresh is not None:
                     fresh.wait(stream)
                 as_bytes(dst).copy_(host, non_blocking=True)
                 dst.record_stream(stream)
                 if stage is not None:
-                    self._staging.copied(stage, self._record_native(stream))
+                    staging.copied(stage, self._record_native(stream))
         except BaseException as error:
             if label:
                 error.add_note(f"while the weights of {label!r} were brought in")
@@ -320,6 +326,9 @@ class AcceleratorDevice:
             return False
         address = tensor.data_ptr()
         if int(self._module.cudart().cudaHostRegister(address, tensor.nbytes, 0)) != 0:
+            # CUDA keeps the error for the next kernel launch: let this one have it.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self.torch_device)
             return False
         self._registered[address] = tensor
         return True

@@ -106,23 +106,23 @@ class OffloadConfig(BaseModel):
     )
 
     enabled: bool = True
-    gpu_device: int = Field(0, ge=0)
+    gpu_device: int = Field(default=0, ge=0)
     pinned_memory: bool = True
     pinned_memory_mode: Literal["torch", "host_register"] = "torch"
     shm_enabled: bool = False
     shm_namespace: str | None = None
-    shm_wait_timeout: float = Field(0.0, ge=0)
-    discovery_iters: int = Field(1, ge=0)
+    shm_wait_timeout: float = Field(default=0.0, ge=0)
+    discovery_iters: int = Field(default=1, ge=0)
     skip_discovery: bool = False
-    profiling_iters: int = Field(10, ge=0)
+    profiling_iters: int = Field(default=10, ge=0)
     external_compile: bool = False
-    transfer_budget_scale: float = Field(1.0, gt=0)
+    transfer_budget_scale: float = Field(default=1.0, gt=0)
     transfer_mode: Literal["allocation_block_transfer", "raw_block_transfer", "strategy"] = (
         "allocation_block_transfer"
     )
-    num_blocks: int = Field(4, ge=2)
-    min_blocks: int = Field(4, ge=2)
-    max_gpu_mem_fraction: float | None = Field(None, gt=0, le=1)
+    num_blocks: int = Field(default=4, ge=2)
+    min_blocks: int = Field(default=4, ge=2)
+    max_gpu_mem_fraction: float | None = Field(default=None, gt=0, le=1)
     profile_storage_dir: Folder | None = None
     profile_read_only: bool = False
     load_strategy: Strategy | None = None
@@ -157,7 +157,7 @@ class OffloadConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        problems = [problem for problem in self._problems() if problem]
+        problems = [found for found in self._problems() if isinstance(found, str)]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -173,8 +173,10 @@ class OffloadConfig(BaseModel):
         in_blocks = mode in _BLOCK_MODES
         yield self.external_compile and not in_blocks and f"external_compile=True {blocks}"
         yield timing != "off" and not in_blocks and f"offload_timing={timing!r} {blocks}"
-        yield self.profile_mode == "torch_function" and in_blocks and (
-            f"profile_mode='torch_function' needs transfer_mode='strategy', not {mode!r}"
+        yield (
+            self.profile_mode == "torch_function"
+            and in_blocks
+            and (f"profile_mode='torch_function' needs transfer_mode='strategy', not {mode!r}")
         )
         yield from self._shm_problems()
 

@@ -45,14 +45,21 @@ class Mark:
 class FailureLog:
     """Failures of jobs that run in order, on one or several streams.
 
-    A mark raises what failed between the mark before it on its stream and itself, each time it is
-    asked; and also any earlier failure that nobody has seen yet, once. So no failure is lost, and
-    one that was seen does not spoil what comes after it.
+    A stream's jobs form batches, each ended by marks. A mark raises the first failure of its batch
+    each time it is asked; and any earlier failure that nobody has seen yet, once. So no failure is
+    lost, and one that was seen does not spoil what comes after it.
     """
 
     def __init__(self) -> None:
         self._batches: dict[int, Failure] = {}
+        self._sealed: set[int] = set()
         self._unseen: list[Failure] = []
+
+    def begin(self, stream: int) -> None:
+        """Say that a job runs: the first one after a mark begins a batch."""
+        if stream in self._sealed:
+            self._sealed.discard(stream)
+            self._batches.pop(stream, None)
 
     def add(self, stream: int, position: int, error: BaseException) -> None:
         """Keep an exception that is being handled; the caller's own frame leaves the traceback."""
@@ -62,8 +69,9 @@ class FailureLog:
         self._unseen.append(failure)
 
     def seal(self, stream: int) -> Failure | None:
-        """Return the first failure since the last call for this stream, and begin a new batch."""
-        return self._batches.pop(stream, None)
+        """Return the first failure of the stream's batch, which ends."""
+        self._sealed.add(stream)
+        return self._batches.get(stream)
 
     def raise_for(self, mark: Mark) -> None:
         """Raise what a wait for ``mark`` must not hide."""
@@ -78,6 +86,7 @@ class FailureLog:
     def clear(self) -> None:
         """Forget everything: what is kept holds the frames, so the tensors, of failed jobs."""
         self._batches.clear()
+        self._sealed.clear()
         self._unseen.clear()
 
 
@@ -86,6 +95,7 @@ class _Job:
     position: int
     stream: int
     work: Callable[[], None]
+    seals: bool
 
 
 class CopyThread:
@@ -104,8 +114,18 @@ class CopyThread:
         self._thread: threading.Thread | None = None
         self._failures = FailureLog()
 
-    def submit(self, stream: int, work: Callable[[], None]) -> int:
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def submit(self, stream: int, work: Callable[[], None], *, seals: bool = False) -> int:
         """Queue a job and return its position.
+
+        Args:
+            stream: Which stream's batch a failure belongs to.
+            work: What to do.
+            seals: It does no copy, but stands for a mark.
 
         Raises:
             DeviceError: The thread was closed.
@@ -113,7 +133,7 @@ class CopyThread:
         with self._change:
             self._check_open()
             self._submitted += 1
-            self._jobs.append(_Job(self._submitted, stream, work))
+            self._jobs.append(_Job(self._submitted, stream, work, seals))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -129,7 +149,7 @@ class CopyThread:
 
         with self._change:
             mark.position = self._submitted + 1
-            self.submit(stream, seal)
+            self.submit(stream, seal, seals=True)
 
     def reached(self, mark: Mark) -> bool:
         """Whether everything up to the mark has been done, well or badly."""
@@ -173,6 +193,8 @@ class CopyThread:
                 if self._closed:
                     return
                 job = self._jobs.popleft()
+                if not job.seals:
+                    self._failures.begin(job.stream)
             failed: BaseException | None = None
             try:
                 job.work()

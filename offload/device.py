@@ -207,6 +207,8 @@ class HostDevice:
     def copy(self, dst: Tensor, src: CopySource, stream: Stream | None, *, label: str = "") -> None:
         """See `Device.copy`."""
         check_copy(dst, src)
+        if self._thread.closed:
+            raise DeviceError(f"{self.name}: closed; copies can no longer be made")
         if stream is None:
             fill(dst, src, label)
             return
@@ -281,8 +283,8 @@ def current_device(index: int = 0, *, host_capacity: int | None = None) -> Devic
     Raises:
         DeviceError: There are accelerators, but none of that index.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type == "mps":
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type == "mps" or not torch.accelerator.is_available():
         return HostDevice(host_capacity)
     from modelopt_lite.offload.accelerator import AcceleratorDevice
 

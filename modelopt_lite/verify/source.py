@@ -52,8 +52,7 @@ def _stacked_parts(export: Export, name: str, info: TensorInfo) -> Iterator[tupl
     storage = export.storage
     if len(info.shape) != 3 or leaf not in storage.stacked_names or not storage.linear_names:
         return
-    down = leaf == storage.stacked_names[-1]
-    roles = storage.linear_names[-1:] if down else storage.linear_names[:-1]
+    roles = storage.roles(leaf)
     for expert in range(info.shape[0]):
         for position, role in enumerate(roles):
             origin = Origin(name, expert, position, len(roles))

@@ -230,3 +230,119 @@ def test_c13_renamed_experts_are_never_made_up(
     cases.edit(source, rename)
     with pytest.raises(CheckpointError, match=r"experts|model\.layers\.0"):
         cases.run(source, verify=False)
+
+
+MOE_LINEAR = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_moe"
+
+
+class MoELinear(nn.Module):
+    def __init__(self, experts, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+
+    def forward(self, x, expert):
+        return F.linear(x, self.weight[expert])
+
+
+class Experts(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        e, h, i = config.num_experts, config.hidden_size, config.intermediate_size
+        if config.gated:
+            self.gate_proj = MoELinear(e, h, i)
+        self.up_proj, self.down_proj = MoELinear(e, h, i), MoELinear(e, i, h)
+
+    def forward(self, x, expert):
+        up = self.up_proj(x, expert)
+        gate = self.gate_proj(x, expert) if hasattr(self, "gate_proj") else up
+        return self.down_proj(F.silu(gate) * up, expert)
+
+
+class OwnMoE(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+
+    def forward(self, x):
+        flat = x.reshape(-1, x.shape[-1])
+        chosen, out = self.gate(flat).argmax(-1), torch.zeros_like(flat)
+        for expert in chosen.unique().tolist():
+            out[chosen == expert] = self.experts(flat[chosen == expert], expert)
+        return out.view_as(x)
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = OwnMoE(config)
+"""
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+def test_c05_a_linear_of_experts_is_known_by_its_spec_alone(
+    checkpoint: Make, cases: Any, monkeypatch: pytest.MonkeyPatch, recipe: str, gated: bool
+) -> None:
+    """The fallback for missing input scales went by a list of classes, and missed a new one."""
+    from modelopt_lite.models import registry
+    from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, MoESpec, PTQSpec
+
+    roles = ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj")
+    spec = ModelSpec(
+        model_type="own_moe",
+        modeling_source="remote_code",
+        moe_spec=MoESpec(block_names=("OwnMoE",), expert_linear_names=roles),
+        ptq_spec=PTQSpec(
+            layer_names=("LlamaDecoderLayer",),
+            router_names=("gate",),
+            fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
+        ),
+        expert_storage_spec=ExpertStorageSpec(linear_names=roles, stacked_names=roles),
+    )
+    monkeypatch.setitem(registry._SPECS, "own_moe", spec)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(cases.tmp_path / "modules"))
+    source = checkpoint("llama")
+    (source / "own.py").write_text(MOE_LINEAR)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(5)
+        for name in [n for n in tensors if ".mlp." in n]:
+            block, _, leaf = name.rpartition(".mlp.")
+            shape = tensors.pop(name).shape
+            stack = torch.randn(6, *shape, generator=generator).bfloat16()
+            if gated or "gate" not in leaf:
+                tensors[f"{block}.mlp.experts.{leaf}"] = stack
+            tensors[f"{block}.mlp.gate.weight"] = stack[:, 0, :32].clone()
+
+    cases.edit(source, change)
+    extra = {
+        "model_type": "own_moe",
+        "architectures": ["OwnForCausalLM"],
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+        "num_experts": 6,
+        "gated": gated,
+    }
+    cases.config(source, lambda c: c.update(extra))
+    out = cases.run(source, recipe, calib_data=[torch.tensor([[7, 8]])], trust_remote_code=True)
+    experts = {n for n in out.packed if ".experts." in n}
+    assert len(experts) == 2 * 6 * len(roles)
+    assert experts <= out.scales("input_scale").keys()
+    assert len(out.report.cold_experts) >= 8
+    for name in experts:
+        container, expert, role = name.rsplit(".", 2)
+        original = out.original[f"{container}.{role}.weight"][int(expert)]
+        assert cosine(out.value(name), original) > 0.99
+    assert {"model.layers.0.mlp.gate", "model.layers.1.mlp.gate"} <= out.excluded
+    assert not out.problems()

@@ -151,7 +151,7 @@ def test_c55_router_bias_keeps_float32(checkpoint: Make, cases: Any) -> None:
     job.store().bring_in(unit)
     held = dict(job.model.named_buffers()) | dict(job.model.named_parameters())
     assert torch.equal(held[name], bias)
-    assert held["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+    assert held["model.layers.1.self_attn.o_proj.weight"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3"])

@@ -80,7 +80,7 @@ class Loop:
         return (
             job(self.copying),
             job(self.computing),
-            (self.next_copy[0], self.next_copy[1] - turn),
+            (self.next_copy[0], self.next_copy[1] - turn) if self.queue else None,
             self.next_compute[0],
             frozenset((p, t - turn) for p, t in self.copied),
             frozenset((b, p, t - turn) for b, (p, t) in self.owner.items()),
@@ -210,7 +210,8 @@ def test_one_block_cannot_overlap_and_two_can() -> None:
     assert (paired.pass_ms, paired.bound_by, paired.total_stall_ms) == (8.0, "compute", 0.0)
     assert paired.peak_bytes == 5 + 2
     starved = run([2, 2, 2, 2], [3, 3, 3, 3], [0, 1, 0, 1])
-    assert (starved.pass_ms, starved.bound_by, starved.overhead) == (12.0, "bus", 0.5)
+    assert starved.bound_by == "bus"
+    assert (starved.pass_ms, starved.overhead) == pytest.approx((12.0, 0.5))
 
 
 def test_look_ahead_is_as_deep_as_the_blocks() -> None:

@@ -1,0 +1,206 @@
+"""The exact choice of tensors for a given assignment of labels to blocks, as an integer program.
+
+Variables, by label: one binary for each level (no level: nothing is transferred), the start of its
+compute and of its copy. By block: its size. And the time of a pass. Times of whole levels come from
+the transfer curve, so that its bends cost nothing. A set of starts exists for a pass time exactly
+where no circuit of the event graph exceeds it, so the least pass time is the simulator's.
+
+With a budget: the least pass time, then the fewest bytes transferred. Without: the smallest peak
+with no stall. Solved by HiGHS through scipy, one thread, with a limit on nodes and none on time,
+so that the same problem gives the same answer; within the limit the answer is the optimum to
+a relative ``GAP`` of the compute time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from modelopt_lite.offload.simulate import NO_BLOCK
+from modelopt_lite.offload.strategies.problem import MIB, Choice, Problem
+
+GAP = 1e-6
+_SECOND = 1e-4  # weight of the second objective: a whole model's bytes weigh 1e-4 of the compute
+_NODES = 2000
+_LAPS = 3  # earlier users of a block that a copy looks at; all in small models
+_SMALL = 8
+
+
+class _Rows:
+    """A sparse matrix of rows with lower bounds."""
+
+    def __init__(self) -> None:
+        self.row: list[int] = []
+        self.col: list[int] = []
+        self.val: list[float] = []
+        self.low: list[float] = []
+
+    def at_least(self, low: float, terms: Sequence[tuple[int, float]]) -> None:
+        """Require the sum of coefficient times column to be at least ``low``."""
+        for col, val in terms:
+            self.row.append(len(self.low))
+            self.col.append(col)
+            self.val.append(val)
+        self.low.append(low)
+
+
+class Program:
+    """The integer program of one problem and one assignment."""
+
+    def __init__(self, problem: Problem, blocks: Sequence[int], group_size: int = 1) -> None:
+        """Build the program.
+
+        Args:
+            problem: The problem.
+            blocks: Block of each label that may be offloaded; ``NO_BLOCK`` for the others.
+            group_size: So many alike labels in a row take the same level.
+        """
+        self.problem, self.blocks = problem, blocks
+        self.users = [i for i, b in enumerate(blocks) if b != NO_BLOCK]
+        self.unit = problem.compute_ms or 1.0  # times are in passes, bytes in MiB
+        full = sum(max(problem.copy_ms[i]) for i in self.users)
+        self.longest = (problem.compute_ms + full) / self.unit
+        self.columns = 1  # column 0 is the time of a pass
+        self.rows = _Rows()
+        self.level = self._level_columns(group_size)
+        n = len(problem.labels)
+        self.start = self._new(n)
+        self.copy = dict(zip(self.users, self._new(len(self.users)), strict=True))
+        ids = sorted({blocks[i] for i in self.users})
+        self.size = dict(zip(ids, self._new(len(ids)), strict=True))
+        self._order_rows()
+        self._block_rows()
+        self._memory_rows()
+
+    def _new(self, count: int) -> list[int]:
+        self.columns += count
+        return list(range(self.columns - count, self.columns))
+
+    def _level_columns(self, group_size: int) -> dict[int, list[int]]:
+        """Binaries by label; shared within a group of labels that have the same levels."""
+        result: dict[int, list[int]] = {}
+        for at, i in enumerate(self.users):
+            before = self.users[at - 1] if at % group_size else None
+            sizes = [lv.size for lv in self.problem.levels[i]]
+            if before is not None and sizes == [lv.size for lv in self.problem.levels[before]]:
+                result[i] = result[before]
+                continue
+            result[i] = self._new(len(sizes) - 1)
+            self.rows.at_least(-1.0, [(c, -1.0) for c in result[i]])
+        self.binaries = sorted({c for cols in result.values() for c in cols})
+        return result
+
+    def _sum(self, i: int, values: Sequence[float], sign: float = 1.0) -> list[tuple[int, float]]:
+        """Terms for a label's value at the level taken; ``values`` start with that of level 1."""
+        return [(c, sign * v) for c, v in zip(self.level[i], values, strict=True)]
+
+    def _copy_terms(self, i: int) -> list[tuple[int, float]]:
+        return self._sum(i, [ms / self.unit for ms in self.problem.copy_ms[i][1:]], -1.0)
+
+    def _order_rows(self) -> None:
+        """Computes follow each other and their copies; copies follow each other on the bus."""
+        durations = [d / self.unit for d in self.problem.durations]
+        for i, column in enumerate(self.start):
+            wrap = [] if i else [(0, 1.0)]
+            self.rows.at_least(durations[i - 1], [(column, 1.0), (self.start[i - 1], -1.0), *wrap])
+        for at, i in enumerate(self.users):
+            copy, before = self.copy[i], self.users[at - 1]
+            self.rows.at_least(0.0, [(self.start[i], 1.0), (copy, -1.0), *self._copy_terms(i)])
+            if len(self.users) > 1:
+                wrap = [] if at else [(0, 1.0)]
+                terms = [(copy, 1.0), (self.copy[before], -1.0), *self._copy_terms(before), *wrap]
+                self.rows.at_least(0.0, terms)
+
+    def _block_rows(self) -> None:
+        """A copy waits for the computes that used its block, if both labels are offloaded."""
+        durations = [d / self.unit for d in self.problem.durations]
+        big = 3 * self.longest
+        for block in self.size:
+            chain = [i for i in self.users if self.blocks[i] == block]
+            depth = len(chain) if len(self.users) <= _SMALL else min(_LAPS, len(chain))
+            for at, i in enumerate(chain):
+                for back in range(1, depth + 1):
+                    use = chain[at - back]
+                    wrap = [(0, 1.0)] if use >= i else []
+                    terms = [(self.copy[i], 1.0), (self.start[use], -1.0), *wrap]
+                    low = durations[use] - big
+                    terms += self._sum(i, [-big] * len(self.level[i]))
+                    # The farthest counts whether or not it is offloaded: that is on the safe side.
+                    if use != i and (back < depth or depth == len(chain)):
+                        terms += self._sum(use, [-big] * len(self.level[use]))
+                        low -= big
+                    self.rows.at_least(low, _merged(terms))
+
+    def _memory_rows(self) -> None:
+        """Blocks hold their labels; the budget holds blocks and residents."""
+        for i in self.users:
+            sizes = [lv.size / MIB for lv in self.problem.levels[i][1:]]
+            column = self.size[self.blocks[i]]
+            self.rows.at_least(0.0, [(column, 1.0), *self._sum(i, sizes, -1.0)])
+        if self.problem.budget is not None:
+            saved = self._saved() + [(c, -1.0) for c in self.size.values()]
+            need = (self.problem.total_bytes - self.problem.budget) / MIB
+            self.rows.at_least(need, _merged(saved))
+
+    def _saved(self) -> list[tuple[int, float]]:
+        """Terms for the bytes transferred."""
+        terms: list[tuple[int, float]] = []
+        for i in self.users:
+            terms += self._sum(i, [lv.size / MIB for lv in self.problem.levels[i][1:]])
+        return _merged(terms)
+
+    def solve(self, nodes: int = _NODES) -> Choice | None:
+        """Return the optimum, or the best choice within the node limit; None where there is none."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
+        n = self.columns
+        low, high = np.full(n, -2 * self.longest), np.full(n, 2 * self.longest)
+        for column in (*self.binaries, *self.size.values()):
+            low[column] = 0.0
+        high[self.binaries] = 1.0
+        for column in self.size.values():
+            high[column] = self.problem.total_bytes / MIB
+        cost = np.zeros(n)
+        weight = _SECOND / max(self.problem.total_bytes / MIB, 1e-9)
+        low[0] = self.problem.compute_ms / self.unit
+        if self.problem.budget is None:
+            high[0] = low[0]
+            weight = 1.0 / max(self.problem.total_bytes / MIB, 1e-9)
+            cost[list(self.size.values())] = weight
+            weight = -weight
+        cost[0] += 1.0
+        low[self.start[0]] = high[self.start[0]] = 0.0
+        for column, value in self._saved():
+            cost[column] += weight * value
+        integrality = np.zeros(n)
+        integrality[self.binaries] = 1
+        matrix = csr_array(
+            (self.rows.val, (self.rows.row, self.rows.col)), shape=(len(self.rows.low), n)
+        )
+        answer: Any = milp(
+            cost,
+            integrality=integrality,
+            bounds=Bounds(low, high),
+            constraints=LinearConstraint(matrix, np.array(self.rows.low), np.inf),
+            options={"node_limit": nodes, "mip_rel_gap": GAP},
+        )
+        return None if answer.x is None else self._choice(answer.x)
+
+    def _choice(self, x: Any) -> Choice:
+        levels, blocks = list(self.problem.nothing().levels), list(self.problem.nothing().blocks)
+        for i in self.users:
+            taken = [k for k, c in enumerate(self.level[i], start=1) if x[c] > 0.5]
+            if taken:
+                levels[i], blocks[i] = taken[0], self.blocks[i]
+        return Choice(tuple(levels), tuple(blocks))
+
+
+def _merged(terms: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Add up coefficients of the same column: groups share columns."""
+    total: dict[int, float] = {}
+    for column, value in terms:
+        total[column] = total.get(column, 0.0) + value
+    return list(total.items())

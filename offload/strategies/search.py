@@ -1,0 +1,145 @@
+"""Looking for good choices without a solver: block assignments, and small changes that pay.
+
+All of it is deterministic: the same problem gives the same choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from modelopt_lite.offload.simulate import NO_BLOCK
+from modelopt_lite.offload.strategies.assignment import (
+    AssignmentStrategy,
+    OptimizedRoundRobinAssignment,
+    StrictRoundRobinAssignment,
+)
+from modelopt_lite.offload.strategies.problem import Choice, Problem
+
+_EVALUATIONS = 24_000  # simulated labels in one search: about a second
+_PAIRS = 12  # labels up to which two are changed at once
+
+
+def with_blocks(
+    problem: Problem, levels: Sequence[int], assignment: AssignmentStrategy, n_blocks: int
+) -> Choice:
+    """Assign blocks to the labels whose level is not 0."""
+    used = [i for i, k in enumerate(levels) if k]
+    blocks = [NO_BLOCK] * len(levels)
+    sizes = [problem.levels[i][levels[i]].size for i in used]
+    for i, block in zip(used, assignment.assign(sizes, n_blocks), strict=True):
+        blocks[i] = block
+    return Choice(tuple(levels), tuple(blocks))
+
+
+def block_counts(problem: Problem, min_blocks: int, n_blocks: int) -> list[int]:
+    """Numbers of blocks to try: those asked for, and in memory mode fewer where memory is short."""
+    counts = list(range(min_blocks, n_blocks + 1))
+    if problem.budget is not None:
+        counts += range(min_blocks - 1, 0, -1)
+    return counts
+
+
+def assignments(
+    problem: Problem, levels: Sequence[int], min_blocks: int, n_blocks: int
+) -> Iterator[Choice]:
+    """Yield block assignments for levels that are fixed: in turn, and by `Optimized…`."""
+    for count in block_counts(problem, min_blocks, n_blocks):
+        yield with_blocks(problem, levels, StrictRoundRobinAssignment(), count)
+        optimized = OptimizedRoundRobinAssignment(count, count)
+        yield with_blocks(problem, levels, optimized, count)
+
+
+def assign(problem: Problem, levels: Sequence[int], min_blocks: int, n_blocks: int) -> Choice:
+    """Return the best assignment found for levels that are fixed."""
+    start = problem.best(assignments(problem, levels, min_blocks, n_blocks))
+    return improve(problem, start, n_blocks, min_blocks, fixed=True)
+
+
+def improve(
+    problem: Problem,
+    start: Choice,
+    n_blocks: int,
+    min_blocks: int = 1,
+    *,
+    fixed: bool = False,
+    rounds: int = 1000,
+) -> Choice:
+    """Change one label at a time (or two, in small models) while that lowers the score.
+
+    Args:
+        problem: The problem.
+        start: Where to start; labels alone in a block are made resident.
+        n_blocks: Most blocks.
+        min_blocks: Fewest blocks, unless the start has fewer.
+        fixed: Keep the labels and levels of the start, and change blocks only.
+        rounds: Most times that all labels are gone through.
+    """
+    best = problem.without_lone_labels(start)
+    score = problem.score(best)
+    left = _EVALUATIONS // max(len(best.levels), 1)
+    fewest = min(min_blocks, _used(best))
+    for _ in range(rounds):
+        changed = False
+        for choice in _neighbours(problem, best, n_blocks, fixed=fixed):
+            candidate = problem.without_lone_labels(choice)
+            if fixed and candidate.levels != choice.levels:
+                candidate = choice
+            left -= 1
+            if left < 0:
+                return best
+            if _used(candidate) < fewest and _used(candidate):
+                continue
+            new = problem.score(candidate)
+            if new < score:
+                best, score, changed = candidate, new, True
+                break  # neighbours of what was left behind are of no interest
+        if not changed:
+            return best
+    return best
+
+
+def _used(choice: Choice) -> int:
+    return len(set(choice.blocks) - {NO_BLOCK})
+
+
+def _neighbours(
+    problem: Problem, choice: Choice, n_blocks: int, *, fixed: bool
+) -> Iterator[Choice]:
+    ids = sorted(set(choice.blocks) - {NO_BLOCK})
+    spare = next(b for b in range(len(ids) + 1) if b not in ids)
+    targets = [*ids, spare] if len(ids) < n_blocks else ids
+    for i in problem.active:
+        here = choice.levels[i]
+        if fixed:
+            if here:
+                yield from (_set(choice, i, here, b) for b in targets if b != choice.blocks[i])
+            continue
+        top = len(problem.levels[i]) - 1
+        for level in sorted({0, here - 1, here, here + 1, top} & set(range(top + 1))):
+            for block in targets if level else [NO_BLOCK]:
+                if (level, block) != (here, choice.blocks[i]):
+                    yield _set(choice, i, level, block)
+    if not fixed and len(problem.active) <= _PAIRS:
+        yield from _pairs(problem, choice, targets)
+
+
+def _pairs(problem: Problem, choice: Choice, targets: Sequence[int]) -> Iterator[Choice]:
+    """Offload one more step of one label and one less of another; or two labels into one block."""
+    for i in problem.active:
+        for j in problem.active:
+            a, b = choice.levels[i], choice.levels[j]
+            if i != j and a and b < len(problem.levels[j]) - 1:
+                lowered = _set(choice, i, a - 1, choice.blocks[i] if a > 1 else NO_BLOCK)
+                block = choice.blocks[j]
+                for target in [block] if block != NO_BLOCK else targets:
+                    yield _set(lowered, j, b + 1, target)
+            if i < j and not a and not b:
+                tops = len(problem.levels[i]) - 1, len(problem.levels[j]) - 1
+                for target in targets:
+                    yield _set(_set(choice, i, tops[0], target), j, tops[1], target)
+
+
+def _set(choice: Choice, i: int, level: int, block: int) -> Choice:
+    levels, blocks = list(choice.levels), list(choice.blocks)
+    levels[i], blocks[i] = level, block
+    return Choice(tuple(levels), tuple(blocks))

@@ -1,0 +1,73 @@
+"""NaN and infinity in weights: found when their unit is read, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelopt_lite import quantize_and_export
+from modelopt_lite.errors import (
+    ModelOptLiteError,
+    NonFiniteError,
+)
+
+MakeCheckpoint = Callable[..., Path]
+Refuse = Callable[..., str]
+Q1 = "model.layers.1.self_attn.q_proj.weight"
+STATIC = ("fp8", "nvfp4")
+DATA_FREE = ("w4a16_nvfp4", "fp8_per_channel_per_token")
+
+
+@pytest.mark.parametrize("offload", ["auto", "none"])
+@pytest.mark.parametrize("recipe", [*STATIC, *DATA_FREE])
+def test_nan_and_infinity_in_a_weight(
+    damage: Any, checkpoint: MakeCheckpoint, refuse: Refuse, recipe: str, offload: str
+) -> None:
+    source = checkpoint("llama")
+    damage.poison(source, Q1, {3: float("nan"), 40: float("inf"), 41: float("-inf")})
+    options: dict[str, Any] = {"recipe": recipe, "offload": offload, "while_running": True}
+    if recipe in DATA_FREE:
+        options["calib_data"] = None
+    refuse(NonFiniteError, source, Q1, "3 values", "repair", **options)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "w4a16_nvfp4", "nvfp4_experts_only"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("qwen3_moe", "model.layers.1.mlp.experts.6.down_proj.weight"),
+        ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj"),
+    ],
+)
+def test_nan_in_an_expert(
+    damage: Any, checkpoint: MakeCheckpoint, refuse: Refuse, kind: str, name: str, recipe: str
+) -> None:
+    source = checkpoint(kind)
+    damage.poison(source, name, {-1: float("nan")})
+    refuse(NonFiniteError, source, name, "1 value", recipe=recipe, while_running=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"]
+)
+def test_nan_in_a_weight_that_stays_is_named_too(
+    damage: Any, checkpoint: MakeCheckpoint, refuse: Refuse, name: str
+) -> None:
+    source = checkpoint("llama")
+    damage.poison(source, name, {5 * 32 if "embed" in name else 5: float("nan")})
+    refuse(NonFiniteError, source, name, while_running=True)
+
+
+def test_nan_in_a_weight_that_no_forward_reads(
+    damage: Any, checkpoint: MakeCheckpoint, refuse: Refuse
+) -> None:
+    source = checkpoint("llama")
+    damage.poison(source, "lm_head.weight", {5: float("nan")})
+    with pytest.raises(ModelOptLiteError, match=r"lm_head\.weight"):
+        quantize_and_export(
+            source, export_dir=source.parent / "out", recipe="w4a16_nvfp4", progress=False
+        )
+    assert list(source.parent.iterdir()) == [source]
