@@ -57,7 +57,7 @@ def describe_plan(
         "memory_estimate": job.memory_estimate(max_tokens if needs_data else 0),
         "device": str(job.device),
         "units": _units(job),
-        "notes": list(plan.notes),
+        "notes": [*plan.fallbacks, *plan.notes],
     }
 
 

@@ -55,7 +55,8 @@ def report_table(report: Report) -> RenderableType:
     }
     if report.beyond_bound:
         facts["beyond bound"] = _listed(report.beyond_bound)
-    return Group(facts_table(facts), *(Text(f"note: {note}") for note in report.notes))
+    lines = [*(f"fell back: {text}" for text in report.fallbacks), *report.notes]
+    return Group(facts_table(facts), *(Text(f"note: {line}") for line in lines))
 
 
 def findings_table(folder: str, findings: Sequence[Finding]) -> RenderableType:

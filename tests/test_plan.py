@@ -289,9 +289,9 @@ def test_a_model_without_a_spec_is_noted(
 ) -> None:
     folder = checkpoint("llama")
     known = plan_of(folder)
-    assert known.notes == []
+    assert known.fallbacks == []
     monkeypatch.setattr("modelopt_lite.plan.get_spec", lambda model_type: None)
     plan = plan_of(folder)
-    assert plan.notes[0].startswith("no spec for model_type 'llama'")
+    assert plan.fallbacks[0].startswith("no spec for model_type 'llama'")
     assert {m.name for m in plan.matrices} == {m.name for m in known.matrices}
     assert [unit.name for unit in plan.units] == [unit.name for unit in known.units]

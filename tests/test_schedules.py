@@ -106,7 +106,8 @@ def test_model_in_memory_gives_the_same_bytes(
     import transformers
 
     source = checkpoint(kind)
-    whole = run(source, tmp_path / "a", token_batches, kv_cache="fp8" if kind != "gpt_oss" else None)
+    kv_cache = "fp8" if kind != "gpt_oss" else None
+    whole = run(source, tmp_path / "a", token_batches, kv_cache=kv_cache)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     before = {name: p.clone() for name, p in model.state_dict().items()}
 
@@ -114,7 +115,7 @@ def test_model_in_memory_gives_the_same_bytes(
         for batch in token_batches:
             m(batch)
 
-    quantize(model, "nvfp4", loop, kv_cache="fp8" if kind != "gpt_oss" else None)
+    quantize(model, "nvfp4", loop, kv_cache=kv_cache)
     export_hf(model, tmp_path / "b", source=source)
     assert whole == hashes(tmp_path / "b")
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())

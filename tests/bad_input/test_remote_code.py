@@ -96,7 +96,7 @@ def test_remote_code_is_run_when_trusted(
     )
     assert (tmp_path / "marker").exists()
     assert len(report.quantized) == 14
-    assert any("no spec for model_type 'mine'" in note for note in report.notes)
+    assert any("no spec for model_type 'mine'" in note for note in report.fallbacks)
     assert not [f for f in audit(out, source=remote, deep=True) if f.severity == "error"]
 
 

@@ -24,7 +24,12 @@ DATA_FREE = ("w4a16_nvfp4", "fp8_per_channel_per_token")
 @pytest.mark.parametrize("offload", ["auto", "none"])
 @pytest.mark.parametrize("recipe", [*STATIC, *DATA_FREE])
 def test_nan_and_infinity_in_a_weight(
-    damage: Any, checkpoint: MakeCheckpoint, refuse: Refuse, recipe: str, offload: str
+    damage: Any,
+    checkpoint: MakeCheckpoint,
+    refuse: Refuse,
+    forwards: Any,
+    recipe: str,
+    offload: str,
 ) -> None:
     source = checkpoint("llama")
     damage.poison(source, Q1, {3: float("nan"), 40: float("inf"), 41: float("-inf")})
@@ -32,6 +37,8 @@ def test_nan_and_infinity_in_a_weight(
     if recipe in DATA_FREE:
         options["calib_data"] = None
     refuse(NonFiniteError, source, Q1, "3 values", "repair", **options)
+    if offload == "none":
+        assert not forwards.count  # every weight was read before the first batch
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "w4a16_nvfp4", "nvfp4_experts_only"])
