@@ -52,7 +52,7 @@ class _HeapInfo(ctypes.Structure):
 def _fill_holes(libc: ctypes.CDLL) -> None:
     """Take every large hole of the heap for good, without touching it: it costs addresses only."""
     libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the highest: what follows must come from the heap
-    for size in (16 * _LARGE, 4 * _LARGE, _LARGE):
+    for size in (16 * _LARGE, 4 * _LARGE, _LARGE, _LARGE // 4, _LARGE // 16):
         while True:
             before = libc.mallinfo2().arena
             block = libc.malloc(size)

@@ -145,10 +145,11 @@ def _plan_file(name: str, tensors: list[TensorInfo]) -> ShardFile:
     raw += b" " * (-len(raw) % 8)
     header = len(raw).to_bytes(8, "little") + raw
     position = len(header)
+    path = Path(name)  # one for all: there may be a hundred thousand tensors
     placed = []
     for info in ordered:
         end = position + info.nbytes
-        placed.append(TensorInfo(info.name, info.dtype, info.shape, Path(name), position, end))
+        placed.append(TensorInfo(info.name, info.dtype, info.shape, path, position, end))
         position = end
     return ShardFile(name, header, tuple(placed), position)
 

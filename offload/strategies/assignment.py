@@ -5,9 +5,13 @@ They know no times: a strategy that has times scores several assignments with th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 _EXHAUSTIVE_LABELS = 12
 _EXHAUSTIVE_BLOCKS = 4
@@ -61,31 +65,40 @@ class OptimizedRoundRobinAssignment:
         best: tuple[float, list[int]] | None = None
         for count in range(min(self.min_blocks, n_blocks), min(self.max_blocks, n_blocks) + 1):
             if len(sizes) <= _EXHAUSTIVE_LABELS and count <= _EXHAUSTIVE_BLOCKS:
-                options: Iterator[list[int]] = _alternating(len(sizes), count)
+                options = _alternating(len(sizes), count)
             else:
-                options = iter([_least_growth(sizes, count)])
-            for option in options:
-                score = self.score(sizes, option, count)
-                if best is None or score > best[0]:
-                    best = (score, option)
-        # With one block, or fewer transfers than blocks, there may be no option: take them in turn.
+                options = np.array([_least_growth(sizes, count)], dtype=np.int8)
+            if not options.size:
+                continue
+            scores = self._scores(sizes, options, count)
+            top = int(scores.argmax())
+            if best is None or scores[top] > best[0]:
+                best = (float(scores[top]), options[top].tolist())
+        # With one block there may be no option without two in a row: take what there is in turn.
         return best[1] if best else [i % n_blocks for i in range(len(sizes))]
 
-    def score(self, sizes: Sequence[int], assignment: Sequence[int], count: int) -> float:
-        """Return what is maximised, for an assignment to ``count`` blocks."""
-        largest, first, last, uses = [0] * count, [-1] * count, [0] * count, 0
-        for i, (block, size) in enumerate(zip(assignment, sizes, strict=True)):
-            largest[block] = max(largest[block], size)
-            if first[block] < 0:
-                first[block] = i
-            else:
-                uses += 1
-            last[block] = i
-        span = sum(b - a for a, b in zip(first, last, strict=True) if a >= 0)
-        distance = span / uses if uses else float(count)
-        saved = 1 - sum(largest) / sum(sizes) if sum(sizes) else 0.0
+    def _scores(
+        self, sizes: Sequence[int], options: npt.NDArray[np.int8], count: int
+    ) -> npt.NDArray[np.float64]:
+        """Return what is maximised, for each row of assignments to ``count`` blocks."""
+        memory: Any = np.zeros(len(options))
+        span: Any = np.zeros(len(options))
+        reuses: Any = np.zeros(len(options))
+        place = np.arange(len(sizes))
+        for block in range(count):
+            used = options == block
+            memory += np.where(used, np.array(sizes, dtype=np.float64), 0.0).max(1)
+            first = np.where(used, place, len(sizes)).min(1)
+            last = np.where(used, place, -1).max(1)
+            span += np.where(used.any(1), last - first, 0)
+            reuses += np.maximum(used.sum(1) - 1, 0)
+        distance = np.where(reuses > 0, span / np.maximum(reuses, 1), float(count))
+        saved = 1 - memory / sum(sizes) if sum(sizes) else np.zeros(len(options))
         weight = self.distribution_weight
-        return (1 - weight) * saved + weight * min(distance / count, 1.0)
+        result: npt.NDArray[np.float64] = (1 - weight) * saved + weight * np.minimum(
+            distance / count, 1.0
+        )
+        return result
 
 
 def _check(sizes: Sequence[int], n_blocks: int) -> None:
@@ -95,10 +108,11 @@ def _check(sizes: Sequence[int], n_blocks: int) -> None:
         raise ValueError("sizes must not be negative")
 
 
-def _alternating(length: int, count: int) -> Iterator[list[int]]:
-    """Yield every assignment that uses ``count`` blocks (or one each), no two in a row the same.
+@functools.cache
+def _alternating(length: int, count: int) -> npt.NDArray[np.int8]:
+    """Return every assignment that uses ``count`` blocks (or one each), no two in a row the same.
 
-    Blocks are numbered by first use, which leaves out mere renumberings.
+    Blocks are numbered by first use, which leaves out mere renumberings. One row each, sorted.
     """
     count = min(count, length)
     prefix: list[int] = []
@@ -116,11 +130,11 @@ def _alternating(length: int, count: int) -> Iterator[list[int]]:
                 yield from grow(max(used, block + 1))
                 prefix.pop()
 
-    yield from grow(0)
+    return np.array(list(grow(0)), dtype=np.int8)
 
 
 def _least_growth(sizes: Sequence[int], count: int) -> list[int]:
-    """Fill empty blocks first, then the one that grows least; the last avoids the first one's block."""
+    """Fill empty blocks first, then the one that grows least; keep the ends apart."""
     largest: list[int] = []
     result: list[int] = []
     for i, size in enumerate(sizes):

@@ -129,16 +129,19 @@ class Problem:
         sizes = self.sizes(choice)
         return self.total_bytes - sum(sizes) + sum(blocks_needed(sizes, choice.blocks).values())
 
+    def stall_ms(self, choice: Choice) -> float:
+        """Time by which the simulator's pass exceeds the compute time."""
+        copy_ms = [ms[k] for ms, k in zip(self.copy_ms, choice.levels, strict=True)]
+        return cycle_time(build_graph(self.durations, copy_ms, choice.blocks)) - self.compute_ms
+
     def score(self, choice: Choice) -> Score:
         """Price a choice with the simulator."""
         if choice not in self._known:
             sizes, peak = self.sizes(choice), self.peak(choice)
-            copy_ms = [ms[k] for ms, k in zip(self.copy_ms, choice.levels, strict=True)]
-            pass_ms = cycle_time(build_graph(self.durations, copy_ms, choice.blocks))
             unit = STALL_UNIT * self.compute_ms or STALL_UNIT
             self._known[choice] = Score(
                 excess_bytes=max(peak - self.budget, 0) if self.budget is not None else 0,
-                stall_units=round((pass_ms - self.compute_ms) / unit),
+                stall_units=round(self.stall_ms(choice) / unit),
                 cost=(peak, sum(sizes)) if self.budget is None else (sum(sizes), peak),
             )
         return self._known[choice]
@@ -299,7 +302,8 @@ def _spread(values: list[int], limit: int) -> list[int]:
     """Keep the ends and, where there are more than ``limit``, those next above an even spacing."""
     if len(values) <= limit:
         return values
-    kept, low, high = [], values[0], values[-1]
+    low, high = values[0], values[-1]
+    kept: list[int] = []
     for value in values:
         if not kept or value == high or (value - low) * (limit - 1) >= (high - low) * len(kept):
             kept.append(value)

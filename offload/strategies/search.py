@@ -5,6 +5,7 @@ All of it is deterministic: the same problem gives the same choice.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 
 from modelopt_lite.offload.simulate import NO_BLOCK
@@ -15,7 +16,8 @@ from modelopt_lite.offload.strategies.assignment import (
 )
 from modelopt_lite.offload.strategies.problem import Choice, Problem
 
-_EVALUATIONS = 24_000  # simulated labels in one search: about a second
+_EVALUATIONS = 100_000  # simulated labels in one search: about a second
+_STEPS = 24  # parts of a label, or of a window, that fills go through
 _PAIRS = 12  # labels up to which two are changed at once
 
 
@@ -37,6 +39,51 @@ def block_counts(problem: Problem, min_blocks: int, n_blocks: int) -> list[int]:
     if problem.budget is not None:
         counts += range(min_blocks - 1, 0, -1)
     return counts
+
+
+def fills(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Yield level vectors from nothing to all, in three families of a few dozen each.
+
+    The same part of every label; what a part of the previous label's compute time can copy; and
+    the whole of every second, third, … label.
+    """
+    n = len(problem.labels)
+    windows = [problem.durations[i - 1] for i in range(n)]
+    for step in range(1, _STEPS + 1):
+        part = step / _STEPS
+        yield tuple(
+            _fitting([lv.size for lv in lvs], part * lvs[-1].size) for lvs in problem.levels
+        )
+    longest = max(
+        (problem.copy_ms[i][-1] / windows[i] for i in problem.active if windows[i] > 0), default=0.0
+    )
+    for part in sorted({1.0, *(longest * step / _STEPS for step in range(1, _STEPS + 1))}):
+        yield tuple(
+            _fitting(ms, part * window) for ms, window in zip(problem.copy_ms, windows, strict=True)
+        )
+    for stride in range(1, min(len(problem.active), 8) + 1):
+        chosen = set(problem.active[::stride])
+        yield tuple(len(lvs) - 1 if i in chosen else 0 for i, lvs in enumerate(problem.levels))
+
+
+def _fitting(costs: Sequence[float], limit: float) -> int:
+    """The last level whose cost is within the limit, to rounding."""
+    return bisect.bisect_right(costs, limit * (1 + 1e-9)) - 1
+
+
+def good_start(problem: Problem, min_blocks: int, n_blocks: int, *, fixed: bool = False) -> Choice:
+    """Take the best fill for each number of blocks, improve each, and return the best.
+
+    ``fixed`` keeps the fills' levels, which are alike where labels are alike.
+    """
+    starts = [problem.nothing()]
+    vectors = list(dict.fromkeys(fills(problem)))
+    for count in block_counts(problem, min_blocks, n_blocks):
+        in_turn = StrictRoundRobinAssignment()
+        starts.append(problem.best(with_blocks(problem, v, in_turn, count) for v in vectors))
+    return problem.best(
+        improve(problem, start, n_blocks, min_blocks, fixed=fixed) for start in starts
+    )
 
 
 def assignments(
@@ -119,8 +166,37 @@ def _neighbours(
             for block in targets if level else [NO_BLOCK]:
                 if (level, block) != (here, choice.blocks[i]):
                     yield _set(choice, i, level, block)
-    if not fixed and len(problem.active) <= _PAIRS:
-        yield from _pairs(problem, choice, targets)
+    if not fixed:
+        yield from _resized(problem, choice, ids)
+        if len(problem.active) <= _PAIRS:
+            yield from _pairs(problem, choice, targets)
+
+
+def _resized(problem: Problem, choice: Choice, ids: Sequence[int]) -> Iterator[Choice]:
+    """Fill one block, made a step larger or smaller; or one larger and another smaller."""
+    users = {b: [i for i, block in enumerate(choice.blocks) if block == b] for b in ids}
+    options: dict[int, list[int]] = {}
+    for b in ids:
+        largest = max(problem.levels[i][choice.levels[i]].size for i in users[b])
+        sizes = sorted({lv.size for i in users[b] for lv in problem.levels[i][1:]})
+        at = bisect.bisect_left(sizes, largest)
+        options[b] = sizes[max(at - 1, 0) : at + 2]
+    for b in ids:
+        for size in options[b]:
+            once = _filled(problem, choice, users[b], size)
+            yield once
+            for other in ids:
+                if other != b:
+                    for second in options[other]:
+                        yield _filled(problem, once, users[other], second)
+
+
+def _filled(problem: Problem, choice: Choice, users: Sequence[int], size: int) -> Choice:
+    """Give each label the most that fits a block of this size, at least its first level."""
+    levels = list(choice.levels)
+    for i in users:
+        levels[i] = max(_fitting([lv.size for lv in problem.levels[i]], size), 1)
+    return Choice(tuple(levels), choice.blocks)
 
 
 def _pairs(problem: Problem, choice: Choice, targets: Sequence[int]) -> Iterator[Choice]:

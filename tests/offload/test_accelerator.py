@@ -195,7 +195,8 @@ def full(byte: int) -> Tensor:
 def test_a_copy_waits_for_the_memory_and_its_event_for_the_copy(
     fake: FakeTorch, device: AcceleratorDevice
 ) -> None:
-    fake.compute.work.append(lambda: None)  # that which used the memory before
+    before: list[Tensor] = []  # what the copies found, when that which used the memory ran
+    fake.compute.work.append(lambda: before.append(buffer.clone()))
     buffer, stream = device.allocate(SIZE), device.stream()
     buffer.zero_()
     device.copy(buffer, full(3), stream)
@@ -205,8 +206,10 @@ def test_a_copy_waits_for_the_memory_and_its_event_for_the_copy(
     assert fake.compute.work
     device.wait(ready)
     assert not buffer.any()  # the stream waits, not the caller
-    device.synchronize()
+    fake.streams[1].run()  # as if the copy stream were far ahead
     assert buffer.eq(3).all()
+    assert not before[0].any()
+    device.synchronize()
     assert device.query(ready)
     assert fake.kept == [(buffer.data_ptr(), fake.streams[1])]
 

@@ -41,9 +41,11 @@ class File:
     ) -> None:
         self.byte, self.gate, self.error = byte, gate, error
         self.thread = ""
+        self.begun = threading.Event()
 
     def read_into(self, dst: Tensor, /) -> None:
         self.thread = threading.current_thread().name
+        self.begun.set()
         assert dst.dtype == torch.uint8
         assert dst.ndim == 1
         if self.gate is not None:
@@ -227,6 +229,19 @@ def test_a_failure_that_nobody_waited_for_shows_at_the_next_wait(host: HostDevic
     host.wait(later)
 
 
+def test_a_failure_is_not_raised_by_what_came_before_it(host: HostDevice) -> None:
+    buffer, stream = host.allocate(8), host.stream()
+    host.copy(buffer, File(4), stream)
+    before = recorded(host, stream)
+    host.copy(buffer, File(0, error=OSError("later")), stream)
+    after = recorded(host, stream)
+    while not host.query(after):
+        time.sleep(0.001)
+    host.wait(before)
+    with pytest.raises(OSError, match="later"):
+        host.wait(after)
+
+
 def test_one_failure_of_several_copies_spoils_their_common_event(host: HostDevice) -> None:
     buffer, stream = host.allocate(16), host.stream()
     host.copy(buffer[:8], File(0, error=KeyboardInterrupt()), stream)
@@ -268,6 +283,19 @@ def test_an_event_recorded_again_keeps_the_last_time(host: HostDevice) -> None:
     host.record(event, stream)
     host.synchronize(event)
     assert host.elapsed(start, event) > 5
+
+
+def test_an_event_that_moved_on_takes_no_time_from_where_it_was(host: HostDevice) -> None:
+    stream, gate, event = host.stream(), threading.Event(), host.event(timing=True)
+    host.copy(host.allocate(8), File(0, gate=gate), stream)
+    host.record(event, stream)
+    begin = time.perf_counter()
+    start = recorded(host)
+    host.record(event)
+    between = time.perf_counter() - begin
+    gate.set()
+    host.synchronize()
+    assert host.elapsed(start, event) <= between * 1e3
 
 
 def test_wrong_use_of_events_and_streams(host: HostDevice) -> None:
@@ -342,13 +370,19 @@ def test_closing_twice_drops_what_is_queued_and_ends_the_thread() -> None:
     device, gate = HostDevice(), threading.Event()
     buffer, stream = device.allocate(8), device.stream()
     buffer.zero_()
-    device.copy(buffer, File(1, gate=gate), stream)
-    device.copy(buffer, File(2), stream)
+    under_way = File(1, gate=gate)
+    device.copy(buffer, under_way, stream)
+    dropped = File(2)
+    gone = weakref.ref(dropped)
+    device.copy(buffer, dropped, stream)
+    del dropped
     event = recorded(device, stream)
+    assert under_way.begun.wait(10)
     threading.Timer(0.05, gate.set).start()
     device.close()
     device.close()
     assert buffer.eq(1).all()  # the copy under way was finished, the next one dropped
+    assert gone() is None
     assert not copy_threads()
     for use in (device.wait, device.synchronize):
         with pytest.raises(DeviceError, match="closed"):
@@ -375,6 +409,8 @@ def test_a_waiter_is_woken_when_the_device_closes() -> None:
     waiter.start()
     closer = threading.Thread(target=device.close)
     closer.start()
+    while not device._thread.closed:
+        time.sleep(0.001)
     gate.set()
     for thread in (waiter, closer):
         thread.join(10)

@@ -112,6 +112,13 @@ def test_slow_copies_stall_the_compute_stream() -> None:
     ]
 
 
+def test_streams_share_one_bus() -> None:
+    device = sim()
+    for name in ("one", "two"):
+        device.copy(device.allocate(64), weight(1), device.stream(name), label=name)
+    assert [(span.start, span.end) for span in device.trace] == [(0.0, 1.0), (1.0, 2.0)]
+
+
 # --- a wait left out
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelopt_lite.offload.device import Device, HostDevice
+from modelopt_lite.offload.device import Device, Event, HostDevice
 from modelopt_lite.offload.simdevice import SimDevice
 from modelopt_lite.offload.timeline import PassRecord, Span, Timeline, chrome_trace
 
@@ -90,6 +90,19 @@ def test_old_passes_are_dropped_and_times_stay_right() -> None:
     timeline.passes()
     run(device, timeline, passes=4)
     assert [(each.number, each.offset) for each in timeline.passes()] == [(5, 50.0), (6, 60.0)]
+
+
+def test_no_time_is_measured_over_more_than_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = sim()
+    timeline, elapsed = Timeline(device), device.elapsed
+
+    def short(start: Event, end: Event) -> float:
+        assert elapsed(start, end) <= 10.0  # of longer ones float32 loses the microseconds
+        return elapsed(start, end)
+
+    monkeypatch.setattr(device, "elapsed", short)
+    run(device, timeline, passes=4)
+    assert [record.offset for record in timeline.passes()] == [0.0, 10.0, 20.0, 30.0]
 
 
 def test_nothing_is_recorded_outside_of_a_pass() -> None:

@@ -1,0 +1,75 @@
+"""The default: the best that any of the other strategies finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from modelopt_lite.offload.stats import LayerStatistics
+from modelopt_lite.offload.strategies.assignment import (
+    OptimizedRoundRobinAssignment,
+    StrictRoundRobinAssignment,
+)
+from modelopt_lite.offload.strategies.base import StrategyResult
+from modelopt_lite.offload.strategies.global_offload import GlobalOffloadStrategy
+from modelopt_lite.offload.strategies.knapsack import KnapsackStrategy, check_blocks
+from modelopt_lite.offload.strategies.problem import Choice, Problem, Request
+from modelopt_lite.offload.strategies.tensor_selection import GlobalTensorSelectionStrategy
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveStrategy:
+    """Compare the strategies on the simulator and take the best.
+
+    Args:
+        scale: As in `KnapsackStrategy`; ``transfer_budget_scale`` of the configuration.
+        n_blocks: Most blocks; ``num_blocks`` of the configuration.
+        min_blocks: Fewest blocks, in memory mode where the budget allows.
+        extra_optimization: Also run `GlobalTensorSelectionStrategy`: slower, seldom better.
+        threshold_mb: Tensors below so many MiB stay resident, unless the budget needs them.
+    """
+
+    scale: float = 1.0
+    n_blocks: int = 4
+    min_blocks: int = 1
+    extra_optimization: bool = False
+    threshold_mb: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_blocks(self.min_blocks, self.n_blocks)
+
+    def compute(
+        self,
+        layer_stats: Sequence[LayerStatistics],
+        memory_stats: Mapping[int, float] | None = None,
+        max_gpu_mem_bytes: int | None = None,
+    ) -> StrategyResult:
+        """See `Strategy.compute`."""
+        problem = Request(
+            layers=layer_stats,
+            memory_stats=memory_stats,
+            budget=max_gpu_mem_bytes,
+            scale=self.scale,
+            threshold_mb=self.threshold_mb,
+        ).problem()
+        who = type(self).__name__
+        problem.require(problem.floor(), who)
+        return problem.result(problem.best(self._candidates(problem)), who)
+
+    def _candidates(self, problem: Problem) -> list[Choice]:
+        most, fewest = self.n_blocks, self.min_blocks
+        optimized = OptimizedRoundRobinAssignment(min(2, self.n_blocks), self.n_blocks)
+        found = [
+            KnapsackStrategy(n_blocks=most, min_blocks=fewest).choose(problem),
+            GlobalOffloadStrategy(
+                assignment_strategy=optimized, n_blocks=most, min_blocks=fewest
+            ).choose(problem),
+            GlobalOffloadStrategy(
+                assignment_strategy=StrictRoundRobinAssignment(), n_blocks=most, min_blocks=fewest
+            ).choose(problem),
+        ]
+        if self.extra_optimization:
+            found.append(
+                GlobalTensorSelectionStrategy(n_blocks=most, min_blocks=fewest).choose(problem)
+            )
+        return found

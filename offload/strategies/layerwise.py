@@ -1,0 +1,113 @@
+"""Strategies that offload whole labels by a simple rule; the simulator only picks the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from modelopt_lite.offload.stats import LayerStatistics
+from modelopt_lite.offload.strategies.base import StrategyResult
+from modelopt_lite.offload.strategies.knapsack import check_blocks
+from modelopt_lite.offload.strategies.problem import Choice, Problem, Request
+from modelopt_lite.offload.strategies.search import assign
+
+_GROWTH = 1.25  # step of the scale by which Greedy reaches for a budget
+_STEPS = 64  # 1.25 ** 64 is 1.6 million
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyStrategy:
+    """Offload a label if its copy fits the compute time since the last offloaded label.
+
+    The first label stays resident. With a budget that this does not meet, the scale is raised
+    until it does; at the end of that are all labels through one block.
+    """
+
+    scale: float = 1.0
+    threshold_mb: float = 0.1
+    n_blocks: int = 4
+    min_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        check_blocks(self.min_blocks, self.n_blocks)
+
+    def compute(
+        self,
+        layer_stats: Sequence[LayerStatistics],
+        memory_stats: Mapping[int, float] | None = None,
+        max_gpu_mem_bytes: int | None = None,
+    ) -> StrategyResult:
+        """See `Strategy.compute`. Latency mode does not bound the stall that a label adds."""
+        problem = Request(
+            layers=layer_stats,
+            memory_stats=memory_stats,
+            budget=max_gpu_mem_bytes,
+            threshold_mb=self.threshold_mb,
+            first=False,
+        ).problem()
+        if not self.scale > 0:
+            raise ValueError(f"scale is {self.scale}; it must be above 0")
+        who = type(self).__name__
+        problem.require(problem.floor(), who)
+        chosen = list(self._select(problem, self.scale))
+        for step in range(1, _STEPS + 1):
+            if problem.budget is None or problem.floor(chosen) <= problem.budget:
+                break
+            chosen = list(self._select(problem, self.scale * _GROWTH**step))
+        else:
+            chosen = problem.active
+        return problem.result(_whole(problem, chosen, self.min_blocks, self.n_blocks), who)
+
+    def _select(self, problem: Problem, scale: float) -> Iterable[int]:
+        spare = 0.0
+        for i, duration in enumerate(problem.durations):
+            if i in problem.active and problem.copy_ms[i][-1] < spare * scale:
+                yield i
+                spare = 0.0
+            spare += duration
+
+
+@dataclass(frozen=True, slots=True)
+class NthLayerStrategy:
+    """Offload the whole of every ``nth_layer``-th label, but not the first; ignores times."""
+
+    nth_layer: int
+    threshold_mb: float = 0.1
+    n_blocks: int = 4
+    min_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        check_blocks(self.min_blocks, self.n_blocks)
+        if self.nth_layer < 1:
+            raise ValueError(f"nth_layer is {self.nth_layer}; it must be at least 1")
+
+    def compute(
+        self,
+        layer_stats: Sequence[LayerStatistics],
+        memory_stats: Mapping[int, float] | None = None,
+        max_gpu_mem_bytes: int | None = None,
+    ) -> StrategyResult:
+        """See `Strategy.compute`. Latency mode does not bound the stall that a label adds."""
+        request = Request(
+            layers=layer_stats,
+            memory_stats=memory_stats,
+            budget=max_gpu_mem_bytes,
+            threshold_mb=self.threshold_mb,
+            first=False,
+        )
+        problem = request.problem()
+        who = f"{type(self).__name__}(nth_layer={self.nth_layer})"
+        chosen = self._chosen(problem)
+        if problem.budget is not None and problem.floor(chosen) > problem.budget:
+            problem = Problem(request, threshold=1)
+            chosen = self._chosen(problem)
+        problem.require(problem.floor(chosen), who)
+        return problem.result(_whole(problem, chosen, self.min_blocks, self.n_blocks), who)
+
+    def _chosen(self, problem: Problem) -> list[int]:
+        return [i for i in problem.active if i % self.nth_layer == 0]
+
+
+def _whole(problem: Problem, chosen: Sequence[int], min_blocks: int, n_blocks: int) -> Choice:
+    levels = [len(options) - 1 if i in chosen else 0 for i, options in enumerate(problem.levels)]
+    return assign(problem, levels, min_blocks, n_blocks)
