@@ -29,6 +29,11 @@ def build_meta_model(source: Path, config_json: dict[str, Any], *, trust_remote_
     from accelerate import init_empty_weights
 
     config = _load_config(source, config_json, trust_remote_code=trust_remote_code)
+    if getattr(config, "is_encoder_decoder", False):
+        raise SpecError(
+            f"the checkpoint {source} is an encoder-decoder ({config_json.get('model_type')!r}); "
+            "only decoders, which predict the next token, can be calibrated: give one of these"
+        )
     with quiet_transformers(), init_empty_weights(include_buffers=False):
         try:
             model = _instantiate(transformers, config, config_json, trust_remote_code)

@@ -53,6 +53,12 @@ class OffloadConfigFileError(OffloadConfigError, FileNotFoundError):
     """The file of the offload configuration does not exist."""
 
 
+class OffloadError(ModelOptLiteError, RuntimeError):
+    """An offloaded model, or its manager, was asked for something that it cannot do now."""
+
+    code = "MOL325"
+
+
 class StrategyComputeError(ModelOptLiteError):
     """No offload plan meets the request.
 

@@ -37,7 +37,7 @@ from modelopt_lite.checkpoint.names import map_names
 from modelopt_lite.errors import CalibrationError, NonFiniteError
 from modelopt_lite.job import Job, check_model_type, pick_device
 from modelopt_lite.models import get_spec
-from modelopt_lite.models.specs import PTQSpec
+from modelopt_lite.models.specs import ptq_facts
 from modelopt_lite.offload.lockstep import Lockstep
 from modelopt_lite.offload.memory import bound_caches, release_freed
 from modelopt_lite.offload.units import find_units
@@ -164,7 +164,7 @@ def _job(folder: Path, source: Source, trust: bool, device: str | torch.device |
         outputs=[],
         excluded={},
         unquantized=[],
-        units=find_units(model, ((spec.ptq_spec if spec else None) or PTQSpec()).layer_names),
+        units=find_units(model, ptq_facts(spec).layer_names),
     )
     return Job(folder, source, model, model_type, plan, pick_device(device))
 

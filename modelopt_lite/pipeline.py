@@ -16,7 +16,7 @@ from modelopt_lite.calibrate.attention import CacheStats, watch_attention
 from modelopt_lite.calibrate.observe import InputStats, InputWatch, Site
 from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.checkpoint.writer import StreamingWriter
-from modelopt_lite.errors import CalibrationError, NonFiniteError
+from modelopt_lite.errors import CalibrationError, NonFiniteError, SpecError
 from modelopt_lite.export.quantize import check_finite, quantize_matrices
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.linear import ErrorReport
@@ -61,6 +61,7 @@ class Exporter:
         self._matrices: dict[str, list[Matrix]] = {}
         for matrix in plan.matrices:
             self._matrices.setdefault(matrix.unit, []).append(matrix)
+        _check_groups(plan.matrices)
         self._written: set[str] = set()
         self.errors: dict[str, ErrorReport] = {}
         self.input_amax: dict[str, Tensor] = {}
@@ -163,6 +164,22 @@ class Exporter:
                         "its KV cache has no scales; run without kv_cache"
                     )
                 self._write(output, fp8.scale_from_amax(seen[scales.module].float()))
+
+
+def _check_groups(matrices: Sequence[Matrix]) -> None:
+    """Refuse a group of shared scales of which a part would be final before another is seen."""
+    first: dict[tuple[str, str], Matrix] = {}
+    for matrix in matrices:
+        for kind, group in (("weight", matrix.weight_group), ("input", matrix.input_group)):
+            if group is None:
+                continue
+            other = first.setdefault((kind, group), matrix)
+            if other.unit != matrix.unit:
+                raise SpecError(
+                    f"{other.name!r} and {matrix.name!r} share a scale, and no layer of the model "
+                    "holds both; name the classes of its decoder layers in a spec "
+                    "(models/README.md: layer_names)"
+                )
 
 
 def run_calibrated(

@@ -19,7 +19,7 @@ from modelopt_lite.errors import RecipeError, ShapeError, SpecError
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.linear import FORMATS, LinearFormat, get_format
 from modelopt_lite.models import get_spec
-from modelopt_lite.models.specs import ModelSpec, PTQSpec
+from modelopt_lite.models.specs import ModelSpec, PTQSpec, ptq_facts
 from modelopt_lite.offload.patterns import match_part
 from modelopt_lite.offload.units import Unit, find_units
 from modelopt_lite.recipes import Recipe
@@ -164,7 +164,7 @@ def make_plan(
     """
     fmt = get_format(recipe.weights)
     spec = get_spec(model_type)
-    ptq = (spec.ptq_spec if spec else None) or PTQSpec()
+    ptq = ptq_facts(spec)
     names = map_names(model, {name: info.shape for name, info in tensors.items()})
     modules = (name.rpartition(".")[0] for name in tensors)
     candidates = apply_recipe(find_candidates(model, names, tensors, spec), recipe, modules)
@@ -389,7 +389,8 @@ def _unquantized_modules(plan: Plan, model: Any) -> list[str]:
         name, _, leaf = copy.output.name.rpartition(".")
         if len(copy.output.shape) < 2 or not copy.output.dtype.is_floating_point:
             continue
-        if leaf == "weight" or (len(copy.output.shape) == 3 and "bias" not in leaf):
+        stack = len(copy.output.shape) == 3 and "bias" not in leaf and "expert" in name
+        if leaf == "weight" or stack:
             modules.add(name)
     for alias in plan.names.aliases:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

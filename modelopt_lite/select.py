@@ -16,8 +16,10 @@ from torch import nn
 
 from modelopt_lite.checkpoint.names import NameMap, Region
 from modelopt_lite.errors import RecipeError, SpecError
-from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec
+from modelopt_lite.models import is_moe
+from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec, ptq_facts
 from modelopt_lite.offload.patterns import match_part, selects
+from modelopt_lite.offload.units import text_model
 from modelopt_lite.recipes import Recipe
 
 
@@ -77,15 +79,18 @@ def find_candidates(
         place = names.place(source)
         if place is None:
             continue
-        if len(info.shape) == 3 and (stacked := _stacked(source, info, storage)):
-            found.extend(stacked)
-        elif len(info.shape) == 2:
-            found.extend(_single(model, source, info, place, storage))
-        elif _looks_stacked(model, place[0]) and not source.endswith(".bias"):
-            _refuse_unknown_stack(source, info, spec)
-    return _apply_facts(
-        model, names, found, (spec.ptq_spec if spec else None) or PTQSpec(), tensors
-    )
+        if len(info.shape) == 2:
+            matrices = _single(model, source, info, place, storage)
+        else:
+            matrices = _stacked(source, info, storage) if len(info.shape) == 3 else []
+        if not matrices and spec is None and _is_stack(model, source, info, place[0]):
+            raise SpecError(
+                f"tensor {source!r} {list(info.shape)} holds stacked experts, and no spec says "
+                "which axis is the reduction axis; add the model (models/README.md) before "
+                "quantizing it"
+            )
+        found.extend(matrices)
+    return _apply_facts(model, names, found, spec, tensors)
 
 
 def _single(
@@ -172,28 +177,27 @@ def _slice_expert(
     return (expert, part), (size, shape[2])
 
 
-def _looks_stacked(model: nn.Module, entry: str) -> bool:
-    owner = model.get_submodule(entry.rpartition(".")[0])
-    return not isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-
-
-def _refuse_unknown_stack(source: str, info: TensorShape, spec: ModelSpec | None) -> None:
-    if spec is None and "expert" in source:
-        raise SpecError(
-            f"tensor {source!r} {list(info.shape)} holds stacked experts, and no spec says which "
-            "axis is the reduction axis; add the model (models/README.md) before quantizing it"
-        )
+def _is_stack(model: nn.Module, source: str, info: TensorShape, entry: str) -> bool:
+    """Whether a tensor of an unknown model that is no linear layer's holds experts."""
+    parts = entry.split(".")
+    around = [model.get_submodule(".".join(parts[:end])) for end in range(1, len(parts))]
+    if source.endswith("bias") or isinstance(around[-1], nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return False
+    in_block = len(info.shape) > 2 and any(is_moe(module) for module in around)
+    return in_block or "expert" in source
 
 
 def _apply_facts(
     model: nn.Module,
     names: NameMap,
     found: list[Candidate],
-    ptq: PTQSpec,
+    spec: ModelSpec | None,
     tensors: Mapping[str, TensorShape],
 ) -> list[Candidate]:
     """Set the reasons that the architecture gives: head, routers, towers, single outputs."""
-    heads = _head_names(model, names)
+    ptq, heads = ptq_facts(spec), _head_names(model, names)
+    if spec is None:
+        found = _only_text(model, names, found)
     blocks = {c.experts.rpartition(".")[0]: c.experts for c in found if c.experts}
     counts: dict[str, int] = {}
     for c in found:
@@ -202,6 +206,17 @@ def _apply_facts(
     return [
         _with_skip(c, _fact(c, heads, blocks, counts, ptq)) for c in found if c.source in tensors
     ]
+
+
+def _only_text(model: Any, names: NameMap, found: list[Candidate]) -> list[Candidate]:
+    """Leave out what a composite model has beside its text model: text never reaches it."""
+    inside = set(text_model(model).modules())
+    kept = []
+    for c in found:
+        place = names.place(c.source)
+        owner = model.get_submodule(place[0].rpartition(".")[0]) if place else None
+        kept.append(c if owner in inside else _with_skip(c, "outside of the text model"))
+    return kept
 
 
 def _fact(
@@ -215,8 +230,8 @@ def _fact(
         return "output head"
     parent = c.name.rpartition(".")[0]
     for router in ptq.router_names:
-        block = c.name.removesuffix(f".{router}")
-        if block != c.name and block in blocks:
+        block, found, _ = f"{c.name}.".rpartition(f".{router}.")
+        if found and block in blocks:
             return "router"
     if parent in blocks and c.expert is None and c.shape[0] == counts.get(blocks[parent]):
         return "router"

@@ -216,6 +216,19 @@ class PTQSpec(SpecSection):
     key_value_names: tuple[str, str] = ("k_proj", "v_proj")
 
 
+# For a model without facts of its own: what engines join in every architecture that has it, and
+# what routers are called. Seen in the classes of transformers 5.14.1.
+STRUCTURAL_PTQ = PTQSpec(
+    router_names=("gate", "router"),
+    fused_linears=(
+        ("q_proj", "k_proj", "v_proj"),
+        ("gate_proj", "up_proj"),
+        ("w1", "w3"),
+        ("q_a_proj", "kv_a_proj_with_mqa"),
+    ),
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertStorageSpec(SpecSection):
     """How the routed experts lie on disk, and how engines want them.
@@ -266,7 +279,7 @@ class ModelSpec:
         moe_spec: The MoE layout. None for a dense model.
         export_spec: None when export needs nothing particular.
         ep_spec: None for a dense model, or where stock transformers has all that is needed.
-        ptq_spec: None when nothing is known: no streaming units, no shared scales.
+        ptq_spec: None when nothing is known: ``STRUCTURAL_PTQ`` then holds.
         expert_storage_spec: None for a dense model.
 
     Raises:
@@ -287,6 +300,11 @@ class ModelSpec:
             raise ValueError(
                 f"model_type is {self.model_type!r}; give the model_type of the model's config.json"
             )
+
+
+def ptq_facts(spec: ModelSpec | None) -> PTQSpec:
+    """Return a model's PTQ section, or what holds for models that have none."""
+    return (spec.ptq_spec if spec else None) or STRUCTURAL_PTQ
 
 
 @functools.cache

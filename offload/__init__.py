@@ -1,10 +1,14 @@
 """Run a model whose weights do not fit: bring them in unit by unit, from disk or host memory.
 
-Imported as ``modelopt_lite.offload``. `Lockstep` advances many batches through a model together,
-so that each unit's weights are brought in once for all of them.
+Imported as ``modelopt_lite.offload``. `offload` runs any model for inference with its weights
+elsewhere; `Lockstep` advances many batches through a model together, so that each unit's weights
+are brought in once for all of them.
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "offload":
     raise ImportError(
@@ -12,7 +16,92 @@ if __name__ == "offload":
         "same package under another name, and two copies of it would be made"
     )
 
-from modelopt_lite.offload.lockstep import Lockstep
-from modelopt_lite.offload.units import Unit, WeightStore, find_units
+if TYPE_CHECKING:
+    from modelopt_lite.offload.api import (
+        get_gpu_memory_usage,
+        get_offload_manager,
+        offload,
+        offload_block,
+        offload_units,
+        release,
+        resident_units,
+        update_state,
+    )
+    from modelopt_lite.offload.cargo import get_inner_tensor_field_ids
+    from modelopt_lite.offload.config import OffloadConfig
+    from modelopt_lite.offload.config_sources import (
+        load_config,
+        load_config_from_env,
+        load_config_from_file,
+    )
+    from modelopt_lite.offload.device import Device, HostDevice, current_device
+    from modelopt_lite.offload.lockstep import Lockstep
+    from modelopt_lite.offload.manager import GPUMemoryUsage, OffloadManager, Phase
+    from modelopt_lite.offload.selection import Selection, select
+    from modelopt_lite.offload.units import Unit, WeightStore, find_units
 
-__all__ = ["Lockstep", "Unit", "WeightStore", "find_units"]
+# Loaded on first use: patterns and configs are needed where torch is not.
+_WHERE = {
+    "Device": "device",
+    "GPUMemoryUsage": "manager",
+    "HostDevice": "device",
+    "Lockstep": "lockstep",
+    "OffloadConfig": "config",
+    "OffloadManager": "manager",
+    "Phase": "manager",
+    "Selection": "selection",
+    "Unit": "units",
+    "WeightStore": "units",
+    "current_device": "device",
+    "find_units": "units",
+    "get_gpu_memory_usage": "api",
+    "get_inner_tensor_field_ids": "cargo",
+    "get_offload_manager": "api",
+    "load_config": "config_sources",
+    "load_config_from_env": "config_sources",
+    "load_config_from_file": "config_sources",
+    "offload": "api",
+    "offload_block": "api",
+    "offload_units": "api",
+    "release": "api",
+    "resident_units": "api",
+    "select": "selection",
+    "update_state": "api",
+}
+__all__ = [
+    "Device",
+    "GPUMemoryUsage",
+    "HostDevice",
+    "Lockstep",
+    "OffloadConfig",
+    "OffloadManager",
+    "Phase",
+    "Selection",
+    "Unit",
+    "WeightStore",
+    "current_device",
+    "find_units",
+    "get_gpu_memory_usage",
+    "get_inner_tensor_field_ids",
+    "get_offload_manager",
+    "load_config",
+    "load_config_from_env",
+    "load_config_from_file",
+    "offload",
+    "offload_block",
+    "offload_units",
+    "release",
+    "resident_units",
+    "select",
+    "update_state",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'modelopt_lite.offload' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"modelopt_lite.offload.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -179,8 +179,8 @@ class _Potentials:
 
 
 def cycle_time(graph: Graph) -> float:
-    """Return the mean time of a pass in the steady state, in ms."""
-    return _solve(graph)[0]
+    """Return the mean time of a pass in the steady state, in ms; 0.0 without labels."""
+    return _solve(graph)[0] if graph.durations else 0.0
 
 
 def _solve(graph: Graph) -> tuple[float, _Potentials, Literal["compute", "bus", "blocks"]]:

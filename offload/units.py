@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ def find_units(model: nn.Module, layer_names: Iterable[str]) -> list[Unit]:
         model: Any model; entries are those of its ``state_dict``.
         layer_names: Class names of decoder layers, compared with each module's class and its bases
             without regard to case. Where none is found, the children of the longest ModuleList
-            that lies in no other one are taken.
+            of the text model that lies in no other one are taken.
     """
     wanted = {name.lower() for name in layer_names}
     named = [
@@ -82,11 +83,20 @@ def _outermost(names: list[str]) -> list[str]:
     return list(kept)
 
 
+def text_model(model: Any) -> Any:
+    """Return what a composite model, with a vision tower say, runs text through; else the model."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config") or config.get_text_config() is config:
+        return model
+    return model.get_decoder()
+
+
 def _repeated_children(model: nn.Module) -> list[str]:
+    inside = set(text_model(model).modules())
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module)
+        if isinstance(module, nn.ModuleList) and len(module) and module in inside
     ]
     outer = set(_outermost([name for name, _ in lists]))
     candidates = [(len(module), name) for name, module in lists if name in outer]

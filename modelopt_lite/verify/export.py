@@ -16,7 +16,7 @@ from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.errors import CheckpointError
 from modelopt_lite.formats.linear import FORMATS, LinearFormat
 from modelopt_lite.models import get_spec
-from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec
+from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec, ptq_facts
 
 PACKED_DTYPES = frozenset({torch.float8_e4m3fn, torch.uint8, torch.int8})
 _SCALE = re.compile(
@@ -24,13 +24,6 @@ _SCALE = re.compile(
     r"(?P<suffix>weight_scale_2|weight_scale|input_scale|pre_quant_scale)"
 )
 _KV_SCALE = re.compile(r"(?P<module>.+)\.(?P<which>[kv])_scale")
-# Without a spec: what the engines join in every architecture that has it.
-_STRUCTURAL_GROUPS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
 _CHUNK_BYTES = 1 << 24
 
 
@@ -113,9 +106,7 @@ class Export:
     @property
     def ptq(self) -> PTQSpec:
         """What the engines join, by the spec or by what they join everywhere."""
-        if self.spec is not None and self.spec.ptq_spec is not None:
-            return self.spec.ptq_spec
-        return PTQSpec(fused_linears=_STRUCTURAL_GROUPS)
+        return ptq_facts(self.spec)
 
     @property
     def storage(self) -> ExpertStorageSpec:

@@ -24,7 +24,7 @@ class AdaptiveStrategy:
     Args:
         scale: As in `KnapsackStrategy`; ``transfer_budget_scale`` of the configuration.
         n_blocks: Most blocks; ``num_blocks`` of the configuration.
-        min_blocks: Fewest blocks, in memory mode where the budget allows.
+        min_blocks: Fewest blocks, as far as labels, the budget and the least stall allow.
         extra_optimization: Also run `GlobalTensorSelectionStrategy`: slower, seldom better.
         threshold_mb: Tensors below so many MiB stay resident, unless the budget needs them.
     """
@@ -51,25 +51,23 @@ class AdaptiveStrategy:
             budget=max_gpu_mem_bytes,
             scale=self.scale,
             threshold_mb=self.threshold_mb,
+            min_blocks=self.min_blocks,
         ).problem()
         who = type(self).__name__
         problem.require(problem.floor(), who)
         return problem.result(problem.best(self._candidates(problem)), who)
 
     def _candidates(self, problem: Problem) -> list[Choice]:
-        most, fewest = self.n_blocks, self.min_blocks
         optimized = OptimizedRoundRobinAssignment(min(2, self.n_blocks), self.n_blocks)
         found = [
-            KnapsackStrategy(n_blocks=most, min_blocks=fewest).choose(problem),
+            KnapsackStrategy(n_blocks=self.n_blocks).choose(problem),
+            GlobalOffloadStrategy(assignment_strategy=optimized, n_blocks=self.n_blocks).choose(
+                problem
+            ),
             GlobalOffloadStrategy(
-                assignment_strategy=optimized, n_blocks=most, min_blocks=fewest
-            ).choose(problem),
-            GlobalOffloadStrategy(
-                assignment_strategy=StrictRoundRobinAssignment(), n_blocks=most, min_blocks=fewest
+                assignment_strategy=StrictRoundRobinAssignment(), n_blocks=self.n_blocks
             ).choose(problem),
         ]
         if self.extra_optimization:
-            found.append(
-                GlobalTensorSelectionStrategy(n_blocks=most, min_blocks=fewest).choose(problem)
-            )
+            found.append(GlobalTensorSelectionStrategy(n_blocks=self.n_blocks).choose(problem))
         return found

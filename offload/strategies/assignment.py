@@ -64,7 +64,7 @@ class OptimizedRoundRobinAssignment:
         _check(sizes, n_blocks)
         best: tuple[float, list[int]] | None = None
         for count in range(min(self.min_blocks, n_blocks), min(self.max_blocks, n_blocks) + 1):
-            if len(sizes) <= _EXHAUSTIVE_LABELS and count <= _EXHAUSTIVE_BLOCKS:
+            if count == 1 or (len(sizes) <= _EXHAUSTIVE_LABELS and count <= _EXHAUSTIVE_BLOCKS):
                 options = _alternating(len(sizes), count)
             else:
                 options = np.array([_least_growth(sizes, count)], dtype=np.int8)

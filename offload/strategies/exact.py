@@ -25,10 +25,11 @@ from modelopt_lite.offload.simulate import NO_BLOCK
 from modelopt_lite.offload.strategies.problem import MIB, Choice, Problem
 
 GAP = 1e-6
-BINARIES = 72
-_SECOND = 1e-4  # weight of the second objective: a whole model's bytes weigh 1e-4 of the compute
+BINARIES = 64
+_SECOND = 1e-6  # weight of the second objective: a whole model's bytes weigh 1e-6 of the compute
+_COST = 1e3  # the solver stops at 1e-6 from the optimum, whatever the unit of cost
 _NODES = 2000
-_NODES_CUT = 100  # where levels had to be left out the last bit of proof is worth less
+_NODES_CUT = 40  # where levels had to be left out the last bit of proof is worth less
 _LAPS = 3  # earlier users of a block that a copy looks at; all in small models
 _SMALL = 8
 
@@ -194,8 +195,8 @@ class Program:
 
         n, total = self.columns, max(self.problem.total_bytes / MIB, 1e-9)
         cost = self._cost(total)
-        if better_than is not None:
-            limit = self._value(better_than, total) - GAP / 10
+        if better_than is not None and not self.problem.score(better_than).excess_bytes:
+            limit = _COST * (self._value(better_than, total) - 1e-9)
             self.rows.at_least(-limit, [(c, -v) for c, v in enumerate(cost) if v])
         low, high = np.full(n, -2 * self.longest), np.full(n, 2 * self.longest)
         sizes = list(self.size.values())
@@ -230,7 +231,7 @@ class Program:
             cost[list(self.size.values())] = -weight
         for column, value in self._saved():
             cost[column] += weight * value
-        return cost
+        return _COST * cost
 
     def _value(self, choice: Choice, total: float) -> float:
         """What the objective is for a choice, whatever its blocks."""

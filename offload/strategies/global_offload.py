@@ -26,7 +26,7 @@ class GlobalOffloadStrategy:
     Args:
         n_blocks: Most blocks.
         scale: As in `KnapsackStrategy`.
-        min_blocks: Fewest blocks, in memory mode where the budget allows.
+        min_blocks: Fewest blocks, as far as labels, the budget and the least stall allow.
         max_blocks: Most blocks, where below ``n_blocks``.
         assignment_strategy: Distributes the labels over the blocks.
         threshold_mb: Tensors below so many MiB stay resident, unless the budget needs them.
@@ -60,6 +60,7 @@ class GlobalOffloadStrategy:
             budget=max_gpu_mem_bytes,
             scale=self.scale,
             threshold_mb=self.threshold_mb,
+            min_blocks=self.min_blocks,
         ).problem()
         who = type(self).__name__
         problem.require(problem.floor(), who)
@@ -69,8 +70,8 @@ class GlobalOffloadStrategy:
         """Return the best choice for a problem whose budget can be met."""
         choices = [problem.nothing()]
         for levels in dict.fromkeys(fills(problem)):
-            without_first = (0, *levels[1:])
-            for count in block_counts(problem, self.min_blocks, self._most()):
+            without_first = (0, *levels[1:])[: len(levels)]
+            for count in block_counts(problem, self._most()):
                 for vector in (levels, without_first):
                     choices.append(with_blocks(problem, vector, self.assignment_strategy, count))
         return problem.best(choices)

@@ -33,8 +33,8 @@ class KnapsackStrategy:
         group_size: So many labels in a row, if they are alike, take the same tensors.
         threshold_mb: Tensors below so many MiB stay resident, unless the budget needs them.
         n_blocks: Most blocks.
-        min_blocks: Fewest blocks, in memory mode where the budget allows. More than needed cost
-            memory and forgive timings that vary.
+        min_blocks: Fewest blocks, as far as labels, the budget and the least stall allow. More than
+            needed cost memory and forgive timings that vary.
     """
 
     scale: float = 1.0
@@ -62,6 +62,7 @@ class KnapsackStrategy:
             budget=max_gpu_mem_bytes,
             scale=self.scale,
             threshold_mb=self.threshold_mb,
+            min_blocks=self.min_blocks,
             first=self.cyclic,
         ).problem()
         who = type(self).__name__
@@ -71,17 +72,17 @@ class KnapsackStrategy:
     def choose(self, problem: Problem) -> Choice:
         """Return the best choice for a problem whose budget can be met."""
         alike = self.group_size > 1
-        best = good_start(problem, self.min_blocks, self.n_blocks, fixed=alike)
+        best = good_start(problem, self.n_blocks, fixed=alike)
         if not problem.active:
             return best
         full = [len(levels) - 1 for levels in problem.levels]
-        for count in block_counts(problem, self.min_blocks, self.n_blocks):
+        for count in block_counts(problem, self.n_blocks):
             blocks = with_blocks(problem, full, StrictRoundRobinAssignment(), count).blocks
             program = Program(problem, blocks, near=best, group_size=self.group_size)
             better = program.solve(better_than=best)
             if better is not None:
                 best = problem.best([best, better])
-        return improve(problem, best, self.n_blocks, self.min_blocks, fixed=alike)
+        return improve(problem, best, self.n_blocks, fixed=alike)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class GreedyStrategy:
             memory_stats=memory_stats,
             budget=max_gpu_mem_bytes,
             threshold_mb=self.threshold_mb,
+            min_blocks=self.min_blocks,
             first=False,
         ).problem()
         if not self.scale > 0:
@@ -56,7 +57,7 @@ class GreedyStrategy:
             chosen = list(self._select(problem, self.scale * _GROWTH**step))
         else:
             chosen = problem.active
-        return problem.result(_whole(problem, chosen, self.min_blocks, self.n_blocks), who)
+        return problem.result(_whole(problem, chosen, self.n_blocks), who)
 
     def _select(self, problem: Problem, scale: float) -> Iterable[int]:
         spare = 0.0
@@ -93,6 +94,7 @@ class NthLayerStrategy:
             memory_stats=memory_stats,
             budget=max_gpu_mem_bytes,
             threshold_mb=self.threshold_mb,
+            min_blocks=self.min_blocks,
             first=False,
         )
         problem = request.problem()
@@ -102,12 +104,12 @@ class NthLayerStrategy:
             problem = Problem(request, threshold=1)
             chosen = self._chosen(problem)
         problem.require(problem.floor(chosen), who)
-        return problem.result(_whole(problem, chosen, self.min_blocks, self.n_blocks), who)
+        return problem.result(_whole(problem, chosen, self.n_blocks), who)
 
     def _chosen(self, problem: Problem) -> list[int]:
         return [i for i in problem.active if i % self.nth_layer == 0]
 
 
-def _whole(problem: Problem, chosen: Sequence[int], min_blocks: int, n_blocks: int) -> Choice:
+def _whole(problem: Problem, chosen: Sequence[int], n_blocks: int) -> Choice:
     levels = [len(options) - 1 if i in chosen else 0 for i, options in enumerate(problem.levels)]
-    return assign(problem, levels, min_blocks, n_blocks)
+    return assign(problem, levels, n_blocks)

@@ -29,7 +29,7 @@ from modelopt_lite.offload.strategies.base import BlockStrategyData, StrategyRes
 MIB = 1 << 20
 STALL_UNIT = 1e-6  # of the compute time: shorter stalls count as none; a solver's tolerance
 _MAX_LEVELS = 32  # subset sizes kept for each label
-_ALL_LEVELS = 320  # and for all labels together, but never fewer than 4 each
+_ALL_LEVELS = 3200  # and for all labels together, but never fewer than 4 each
 
 
 class Level(NamedTuple):
@@ -49,6 +49,7 @@ class Choice(NamedTuple):
 class Score(NamedTuple):
     """Less is better, in the order of the fields.
 
+    ``missing_blocks`` counts the blocks below the fewest that were asked for.
     ``cost`` is (peak, transferred) in latency mode, where memory is what offloading is for, and
     (transferred, peak) in memory mode, where a peak below the budget is of no use but a quieter
     bus forgives timings that vary.
@@ -56,6 +57,7 @@ class Score(NamedTuple):
 
     excess_bytes: int
     stall_units: int
+    missing_blocks: int
     cost: tuple[int, int]
 
 
@@ -68,6 +70,7 @@ class Request:
     budget: int | None
     scale: float = 1.0
     threshold_mb: float = 0.1
+    min_blocks: int = 1
     first: bool = True  # whether the first label may be offloaded
 
     def problem(self) -> Problem:
@@ -97,6 +100,8 @@ class Problem:
             for i, layer in enumerate(layers)
         ]
         self.active = [i for i, levels in enumerate(self.levels) if len(levels) > 1]
+        # A block is shared by two labels at least: small models have no use for many.
+        self.fewest_blocks = max(min(request.min_blocks, len(self.active) // 2), 1)
         self.curve = _curve(request, needed=bool(self.active))
         # In latency mode a scale below 1 plans as if the bus were slower: that is the spare time.
         scale = request.scale if self.budget is None else 1.0
@@ -142,9 +147,16 @@ class Problem:
             self._known[choice] = Score(
                 excess_bytes=max(peak - self.budget, 0) if self.budget is not None else 0,
                 stall_units=round(self.stall_ms(choice) / unit),
+                missing_blocks=self._missing(choice),
                 cost=(peak, sum(sizes)) if self.budget is None else (sum(sizes), peak),
             )
         return self._known[choice]
+
+    def _missing(self, choice: Choice) -> int:
+        used = len(set(choice.blocks) - {NO_BLOCK})
+        # In memory mode it is well to need none; in latency mode memory is to be saved.
+        idle = self.budget is not None and not used
+        return 0 if idle else max(self.fewest_blocks - used, 0)
 
     def best(self, choices: Iterable[Choice]) -> Choice:
         """Return the first of the choices with the least score, after `without_lone_labels`."""

@@ -33,12 +33,10 @@ def with_blocks(
     return Choice(tuple(levels), tuple(blocks))
 
 
-def block_counts(problem: Problem, min_blocks: int, n_blocks: int) -> list[int]:
-    """Numbers of blocks to try: those asked for, and in memory mode fewer where memory is short."""
-    counts = list(range(min_blocks, n_blocks + 1))
-    if problem.budget is not None:
-        counts += range(min_blocks - 1, 0, -1)
-    return counts
+def block_counts(problem: Problem, n_blocks: int) -> range:
+    """Numbers of blocks to try: all, but in latency mode not fewer than were asked for."""
+    fewest = 1 if problem.budget is not None else min(problem.fewest_blocks, n_blocks)
+    return range(fewest, n_blocks + 1)
 
 
 def fills(problem: Problem) -> Iterator[tuple[int, ...]]:
@@ -71,45 +69,39 @@ def _fitting(costs: Sequence[float], limit: float) -> int:
     return bisect.bisect_right(costs, limit * (1 + 1e-9)) - 1
 
 
-def good_start(problem: Problem, min_blocks: int, n_blocks: int, *, fixed: bool = False) -> Choice:
+def good_start(problem: Problem, n_blocks: int, *, fixed: bool = False) -> Choice:
     """Take the best fill for each number of blocks, improve each, and return the best.
 
     ``fixed`` keeps the fills' levels, which are alike where labels are alike.
     """
     starts = [problem.nothing()]
     vectors = list(dict.fromkeys(fills(problem)))
-    for count in block_counts(problem, min_blocks, n_blocks):
+    for count in block_counts(problem, n_blocks):
         in_turn = StrictRoundRobinAssignment()
         starts.append(problem.best(with_blocks(problem, v, in_turn, count) for v in vectors))
-    return problem.best(
-        improve(problem, start, n_blocks, min_blocks, fixed=fixed) for start in starts
-    )
+    return problem.best(improve(problem, start, n_blocks, fixed=fixed) for start in starts)
 
 
-def assignments(
-    problem: Problem, levels: Sequence[int], min_blocks: int, n_blocks: int
-) -> Iterator[Choice]:
+def assignments(problem: Problem, levels: Sequence[int], n_blocks: int) -> Iterator[Choice]:
     """Yield block assignments for levels that are fixed: in turn, and by `Optimized…`."""
-    for count in block_counts(problem, min_blocks, n_blocks):
+    for count in block_counts(problem, n_blocks):
         yield with_blocks(problem, levels, StrictRoundRobinAssignment(), count)
         optimized = OptimizedRoundRobinAssignment(count, count)
         yield with_blocks(problem, levels, optimized, count)
 
 
-def assign(problem: Problem, levels: Sequence[int], min_blocks: int, n_blocks: int) -> Choice:
+def assign(problem: Problem, levels: Sequence[int], n_blocks: int) -> Choice:
     """Return the best assignment found for levels that are fixed."""
-    start = problem.best(assignments(problem, levels, min_blocks, n_blocks))
-    return improve(problem, start, n_blocks, min_blocks, fixed=True)
+    start = problem.best(assignments(problem, levels, n_blocks))
+    return improve(problem, start, n_blocks, fixed=True)
 
 
 def improve(
     problem: Problem,
     start: Choice,
     n_blocks: int,
-    min_blocks: int = 1,
     *,
     fixed: bool = False,
-    rounds: int = 1000,
 ) -> Choice:
     """Change one label at a time (or two, in small models) while that lowers the score.
 
@@ -117,15 +109,13 @@ def improve(
         problem: The problem.
         start: Where to start; labels alone in a block are made resident.
         n_blocks: Most blocks.
-        min_blocks: Fewest blocks, unless the start has fewer.
         fixed: Keep the labels and levels of the start, and change blocks only.
-        rounds: Most times that all labels are gone through.
     """
     best = problem.without_lone_labels(start)
     score = problem.score(best)
     left = _EVALUATIONS // max(len(best.levels), 1)
-    fewest = min(min_blocks, _used(best))
-    for _ in range(rounds):
+    changed = True
+    while changed:
         changed = False
         for choice in _neighbours(problem, best, n_blocks, fixed=fixed):
             candidate = problem.without_lone_labels(choice)
@@ -134,19 +124,11 @@ def improve(
             left -= 1
             if left < 0:
                 return best
-            if _used(candidate) < fewest and _used(candidate):
-                continue
             new = problem.score(candidate)
             if new < score:
                 best, score, changed = candidate, new, True
                 break  # neighbours of what was left behind are of no interest
-        if not changed:
-            return best
     return best
-
-
-def _used(choice: Choice) -> int:
-    return len(set(choice.blocks) - {NO_BLOCK})
 
 
 def _neighbours(

@@ -16,13 +16,16 @@ from modelopt_lite.offload.strategies.knapsack import KnapsackStrategy, check_bl
 from modelopt_lite.offload.strategies.problem import Choice, Problem, Request
 from modelopt_lite.offload.strategies.search import assign, improve, with_blocks
 
+_ALL_SHARINGS = 5  # labels up to which every way to share blocks is tried: 52 programs
+
 
 @dataclass(frozen=True, slots=True)
 class GlobalTensorSelectionStrategy:
     """Choose tensors and blocks together, starting from the other strategies' best.
 
     Each round solves the exact program for the blocks that the last round ended with, and for
-    optimized ones, then improves the outcome by small changes, until a round gains nothing.
+    optimized ones, then improves the outcome by small changes, until a round gains nothing. For up
+    to five labels that may be offloaded every way to share blocks is tried: the optimum.
 
     Args:
         scale: As in `KnapsackStrategy`.
@@ -35,7 +38,7 @@ class GlobalTensorSelectionStrategy:
         seed: Accepted, without effect: nothing is random.
         threshold_mb: Tensors below so many MiB stay resident, unless the budget needs them.
         n_blocks: Most blocks.
-        min_blocks: Fewest blocks, in memory mode where the budget allows.
+        min_blocks: Fewest blocks, as far as labels, the budget and the least stall allow.
     """
 
     scale: float = 1.0
@@ -70,6 +73,7 @@ class GlobalTensorSelectionStrategy:
             budget=max_gpu_mem_bytes,
             scale=scale,
             threshold_mb=self.threshold_mb,
+            min_blocks=self.min_blocks,
         ).problem()
         who = type(self).__name__
         problem.require(problem.floor(), who)
@@ -77,14 +81,13 @@ class GlobalTensorSelectionStrategy:
 
     def choose(self, problem: Problem) -> Choice:
         """Return the best choice for a problem whose budget can be met."""
-        most, fewest = self.n_blocks, self.min_blocks
         best = problem.best(
             [
-                KnapsackStrategy(n_blocks=most, min_blocks=fewest).choose(problem),
-                GlobalOffloadStrategy(n_blocks=most, min_blocks=fewest).choose(problem),
+                KnapsackStrategy(n_blocks=self.n_blocks).choose(problem),
+                GlobalOffloadStrategy(n_blocks=self.n_blocks).choose(problem),
             ]
         )
-        best = improve(problem, best, self.n_blocks, self.min_blocks)
+        best = improve(problem, best, self.n_blocks)
         for _ in range(min(self.epoch, self.max_early_stop)):
             better = self._round(problem, best)
             if problem.score(better) >= problem.score(best):
@@ -96,17 +99,36 @@ class GlobalTensorSelectionStrategy:
         found = [best]
         optimized = OptimizedRoundRobinAssignment(min(2, self.n_blocks), self.n_blocks)
         full = [len(levels) - 1 for levels in problem.levels]
-        for blocks in (
+        candidates = [
             _spread_to_all(problem, best),
             with_blocks(problem, full, optimized, self.n_blocks).blocks,
-        ):
+        ]
+        if len(problem.active) <= _ALL_SHARINGS:
+            candidates += _sharings(problem, self.n_blocks)
+        for blocks in dict.fromkeys(candidates):
             if set(blocks) == {NO_BLOCK}:
                 continue
-            answer = Program(problem, blocks, near=best).solve(better_than=best)
+            answer = Program(problem, blocks, near=best).solve(better_than=problem.best(found))
             if answer is not None:
                 found.append(answer)
-        found.append(assign(problem, best.levels, self.min_blocks, self.n_blocks))
-        return improve(problem, problem.best(found), self.n_blocks, self.min_blocks)
+        found.append(assign(problem, best.levels, self.n_blocks))
+        return improve(problem, problem.best(found), self.n_blocks)
+
+
+def _sharings(problem: Problem, n_blocks: int) -> list[tuple[int, ...]]:
+    """All ways to share blocks among the labels that may be offloaded."""
+    partial: list[tuple[int, ...]] = [()]
+    for i in range(len(problem.labels)):
+        partial = [
+            (*blocks, block)
+            for blocks in partial
+            for block in (
+                range(min(max(blocks, default=NO_BLOCK) + 2, n_blocks))
+                if i in problem.active
+                else [NO_BLOCK]
+            )
+        ]
+    return partial
 
 
 def _spread_to_all(problem: Problem, choice: Choice) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -50,10 +51,7 @@ def test_curve_is_monotone_and_inverse(points: dict[int, float], size: int) -> N
     assert kept == sorted(kept)
     ms = curve.ms(size)
     assert curve.ms(2 * size) >= ms * (1 - 1e-9)
-    if (
-        len(set(kept)) == len(kept) > 1
-        and min(b / a for a, b in zip(kept, kept[1:], strict=False)) > 1.01
-    ):
+    if len(set(kept)) == len(kept) > 1 and min(b / a for a, b in itertools.pairwise(kept)) > 1.01:
         assert curve.bytes_in(ms) == pytest.approx(size, rel=1e-6)
 
 

@@ -1,0 +1,263 @@
+"""Bring labels' weights in before they compute, as far ahead as blocks allow.
+
+Copies run one after another on one stream, in the order of next use. A block is handed on only
+after the last compute that used it. A label that comes in another order than expected is brought in
+at once: slower, counted in ``misses``, and right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from modelopt_lite.errors import InternalError
+from modelopt_lite.offload.cargo import Cargo
+from modelopt_lite.offload.device import Device, Event
+from modelopt_lite.offload.ledger import BLOCKS, Ledger
+from modelopt_lite.offload.timeline import Timeline
+
+
+@dataclass(slots=True)
+class _Block:
+    """A slot: its memory, whose bytes it has, and how far they are."""
+
+    index: int
+    memory: Tensor
+    ready: Event
+    last_use: Event
+    content: str | None = None
+    users: int = 0
+    used: bool = False
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A label that is in: its block, or memory of its own where its block was taken."""
+
+    block: _Block | None
+    own: Tensor | None = None
+    depth: int = 1
+
+
+@dataclass(slots=True)
+class LoaderCounts:
+    """What happened since the loader was made."""
+
+    hits: int = 0
+    misses: int = 0
+    copies: int = 0
+    bytes_copied: int = 0
+    by_label: dict[str, int] = field(default_factory=dict)
+
+
+class BlockLoader:
+    """Moves cargos through pre-allocated blocks.
+
+    Args:
+        device: Where to.
+        order: All labels in the order in which they are expected to compute, pass after pass.
+        cargos: Label -> what it needs brought in; a label without is a gap.
+        blocks: Label with a cargo -> index of its block.
+        sizes: Index of a block -> bytes.
+        ledger: Where blocks are accounted for.
+        timeline: Where copies and computes are recorded.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        order: Sequence[str],
+        cargos: Mapping[str, Cargo],
+        blocks: Mapping[str, int],
+        sizes: Mapping[int, int],
+        ledger: Ledger,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self._device = device
+        self._order = list(order)
+        self._position = {label: at for at, label in enumerate(self._order)}
+        self._cargos = dict(cargos)
+        self._stream = device.stream("copy")
+        self._ledger = ledger
+        self._timeline = timeline
+        self._blocks: dict[int, _Block] = {}
+        self._block_of: dict[str, _Block] = {}
+        self._entries: dict[str, _Entry] = {}
+        self._at = -1
+        self.counts = LoaderCounts()
+        for index, size in sizes.items():
+            memory = device.allocate(size)
+            ledger.add("device", BLOCKS, size)
+            self._blocks[index] = _Block(index, memory, device.event(), device.event())
+        for label, index in blocks.items():
+            self._block_of[label] = self._blocks[index]
+        for label, cargo in self._cargos.items():
+            if cargo.nbytes > self._block_of[label].memory.numel():
+                raise InternalError(f"{label!r} does not fit its block: {cargo.nbytes} bytes")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.memory.numel() for block in self._blocks.values())
+
+    def enter(self, label: str) -> None:
+        """Have a label's weights in before this returns, as the compute stream sees it."""
+        self._at = self._position.get(label, self._at)
+        cargo = self._cargos.get(label)
+        if cargo is not None:
+            entry = self._entries.get(label)
+            if entry is not None:
+                entry.depth += 1
+                return
+            self._entries[label] = self._bring_in(cargo)
+        self._look_ahead()
+
+    def exit(self, label: str) -> None:
+        """Let a label's weights go; their block may be handed on once its compute has ended."""
+        cargo, entry = self._cargos.get(label), self._entries.get(label)
+        if cargo is None or entry is None:
+            return
+        entry.depth -= 1
+        if entry.depth:
+            return
+        del self._entries[label]
+        cargo.unbind()
+        if entry.block is not None:
+            self._device.record(entry.block.last_use)
+            entry.block.used = True
+            entry.block.users -= 1
+        elif entry.own is not None:
+            self._device.synchronize()
+            self._device.free(entry.own)
+            self._ledger.remove("device", label, entry.own.numel())
+        self._look_ahead()
+
+    def close(self) -> None:
+        """Let every label go and free the blocks."""
+        self._device.synchronize()
+        for label in list(self._entries):
+            self._entries[label].depth = 1
+            self.exit(label)
+        self._device.synchronize()
+        for block in self._blocks.values():
+            self._device.free(block.memory)
+            self._ledger.remove("device", BLOCKS, block.memory.numel())
+        self._blocks.clear()
+        self._block_of.clear()
+        self._cargos.clear()
+
+    def _bring_in(self, cargo: Cargo) -> _Entry:
+        block = self._block_of[cargo.label]
+        if block.content == cargo.label:
+            self.counts.hits += 1
+        else:
+            self.counts.misses += 1
+            if block.users:
+                return self._bring_apart(cargo)
+            self._issue(cargo, block)
+        try:
+            self._device.wait(block.ready)
+        except BaseException:
+            block.content = None  # what is in it now is nobody's
+            raise
+        block.users += 1
+        cargo.bind(block.memory)
+        return _Entry(block)
+
+    def _bring_apart(self, cargo: Cargo) -> _Entry:
+        """Memory of its own for a label whose block another label is computing with."""
+        own = self._device.allocate(cargo.nbytes)
+        self._ledger.add("device", cargo.label, cargo.nbytes)
+        self._device.copy(own, cargo.source, None, label=cargo.label)
+        self._count(cargo)
+        cargo.bind(own)
+        return _Entry(None, own)
+
+    def _issue(self, cargo: Cargo, block: _Block) -> None:
+        """Queue a copy into a block that nobody computes with any more."""
+        if block.used:
+            self._device.wait(block.last_use, self._stream)
+        block.content = cargo.label
+        target = block.memory[: cargo.nbytes]
+        if self._timeline is None:
+            self._device.copy(target, cargo.source, self._stream, label=cargo.label)
+        else:
+            with self._timeline.span(
+                "copy", cargo.label, self._stream, slot=block.index, nbytes=cargo.nbytes
+            ):
+                self._device.copy(target, cargo.source, self._stream, label=cargo.label)
+        self._device.record(block.ready, self._stream)
+        self._count(cargo)
+
+    def _count(self, cargo: Cargo) -> None:
+        self.counts.copies += 1
+        self.counts.bytes_copied += cargo.nbytes
+        self.counts.by_label[cargo.label] = self.counts.by_label.get(cargo.label, 0) + 1
+
+    def _look_ahead(self) -> None:
+        """Queue copies for the labels to come, until one's block is still needed before it."""
+        claimed: set[int] = set()
+        for step in range(1, len(self._order)):
+            label = self._order[(self._at + step) % len(self._order)]
+            cargo = self._cargos.get(label)
+            if cargo is None:
+                continue
+            block = self._block_of[label]
+            if block.users or block.index in claimed:
+                return
+            claimed.add(block.index)
+            if block.content != label:
+                self._issue(cargo, block)
+
+
+class DirectLoader:
+    """Brings each label in when it enters and lets it go when it leaves: no blocks, no order.
+
+    What discovery and profiling use, before there is a plan.
+    """
+
+    def __init__(self, device: Device, cargos: Mapping[str, Cargo], ledger: Ledger) -> None:
+        self._device = device
+        self._cargos = dict(cargos)
+        self._ledger = ledger
+        self._inside: dict[str, tuple[Tensor, int]] = {}
+        self.counts = LoaderCounts()
+
+    def enter(self, label: str) -> None:
+        """Copy a label's weights to memory of its own; a second enter changes nothing."""
+        cargo = self._cargos.get(label)
+        if cargo is None:
+            return
+        if label in self._inside:
+            memory, depth = self._inside[label]
+            self._inside[label] = memory, depth + 1
+            return
+        memory = self._device.allocate(cargo.nbytes)
+        self._ledger.add("device", label, cargo.nbytes)
+        self._device.copy(memory, cargo.source, None, label=label)
+        self.counts.copies += 1
+        self.counts.bytes_copied += cargo.nbytes
+        cargo.bind(memory)
+        self._inside[label] = memory, 1
+
+    def exit(self, label: str) -> None:
+        """Let a label's weights go when it was left as often as entered."""
+        if label not in self._inside:
+            return
+        memory, depth = self._inside[label]
+        if depth > 1:
+            self._inside[label] = memory, depth - 1
+            return
+        del self._inside[label]
+        self._cargos[label].unbind()
+        self._device.synchronize()
+        self._device.free(memory)
+        self._ledger.remove("device", label, memory.numel())
+
+    def close(self) -> None:
+        """Let every label go."""
+        for label, (memory, _) in list(self._inside.items()):
+            self._inside[label] = memory, 1
+            self.exit(label)
