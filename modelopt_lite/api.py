@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 
 from modelopt_lite.calibrate.data import CalibData, CalibrationData, load_calibration_data
-from modelopt_lite.checkpoint.writer import parse_size
+from modelopt_lite.checkpoint.writer import ShardLayout, parse_size
 from modelopt_lite.errors import DegradedError, OutputError, RecipeError
+from modelopt_lite.export.modelopt import QUANT_CONFIG_FILE
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.in_memory import export_hf, quantize
 from modelopt_lite.job import Job, prepare
@@ -25,10 +26,12 @@ from modelopt_lite.progress import Progress, make_progress
 from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.report import REPORT_FILE, Report
 from modelopt_lite.run import Run, run_details
+from modelopt_lite.verify.source import check_sidecars
 
 __all__ = ["export_hf", "quantize", "quantize_and_export"]
 
 DIALECTS = ("modelopt",)
+_CONFIGS = ("config.json", QUANT_CONFIG_FILE)
 
 
 def quantize_and_export(
@@ -87,7 +90,7 @@ def quantize_and_export(
         on_bad_shape: "skip" leaves matrices that the format cannot hold; "error" refuses them.
         strict: Raise `DegradedError`, after the export, where the run had to fall back.
         resume: Where ``export_dir`` holds the finished export of the same inputs, return its
-            report at once.
+            report at once, after a look at the sizes of its files.
         overwrite: Replace a folder that is not empty.
         max_shard_size: Largest weight file; only a single tensor may exceed it.
         trust_remote_code: Allow code that the checkpoint brings.
@@ -102,9 +105,11 @@ def quantize_and_export(
         ModelOptLiteError: What is wrong, the value, and what to do. Nothing is left behind.
     """
     chosen = load_recipe(recipe, kv_cache=kv_cache)
-    _check_choices(dialect, offload, disk_scratch)
+    _check_choices(dialect, offload, disk_scratch, seed)
     folder = resolve_checkpoint(ckpt)
-    target = Path(export_dir) if export_dir is not None else default_export_dir(ckpt, chosen.name)
+    target = default_export_dir(ckpt, chosen.name)
+    if export_dir is not None:
+        target = Path(export_dir).expanduser()
     shard_size = parse_size(max_shard_size)
     job = prepare(
         folder,
@@ -134,10 +139,11 @@ def quantize_and_export(
         "on_bad_shape": on_bad_shape,
     }
     details = run_details(job, data, options)
+    layout = job.layout(shard_size)
     if resume and not overwrite and (done := _finished(target, details)) is not None:
+        _check_whole(target, layout, folder)
         return done
     check_export_dir(target, folder, overwrite=overwrite)
-    layout = job.layout(shard_size)
     check_free_space(target, layout.total_bytes + job.sidecar_bytes())
     _check_budgets(job, data, device_memory, host_memory)
     report = Report(str(target), chosen.name, job.model_type, details=details)
@@ -156,13 +162,15 @@ def quantize_and_export(
     return report
 
 
-def _check_choices(dialect: str, offload: str, disk_scratch: str | int | None) -> None:
+def _check_choices(dialect: str, offload: str, disk_scratch: str | int | None, seed: int) -> None:
     if dialect not in DIALECTS:
         raise RecipeError(f"unknown dialect {dialect!r}; known: {', '.join(DIALECTS)}")
     if offload not in ("auto", "none"):
         raise RecipeError(f'offload must be "auto" or "none", got {offload!r}')
     if disk_scratch is not None:
         parse_size(disk_scratch)
+    if not 0 <= seed < 1 << 64:
+        raise RecipeError(f"seed is {seed}; give a number from 0 to 2**64 - 1")
 
 
 def _check_budgets(
@@ -197,6 +205,22 @@ def _finished(target: Path, details: dict[str, Any]) -> Report | None:
         ) from error
     same = json.loads(json.dumps(details)) == report.details
     return report if same else None
+
+
+def _check_whole(target: Path, layout: ShardLayout, source: Path) -> None:
+    """Refuse a finished export that was damaged since: sizes of weight files, other files whole."""
+    wrong = [
+        str(path)
+        for path, size in ((target / file.name, file.size) for file in layout.files)
+        if not path.is_file() or path.stat().st_size != size
+    ]
+    wrong += [str(target / n) for n in _CONFIGS if not (target / n).is_file()]
+    wrong += [finding.message for finding in check_sidecars(target, source)]
+    if wrong:
+        raise OutputError(
+            f"the finished export {target} was changed since: {'; '.join(wrong[:5])} "
+            f"({len(wrong)} in all); export again with overwrite=True (--overwrite)"
+        )
 
 
 def _degradations(report: Report) -> str:

@@ -43,7 +43,24 @@ def build_meta_model(source: Path, config_json: dict[str, Any], *, trust_remote_
                 f"{source / 'config.json'}: {error}"
             ) from error
     model.requires_grad_(False)
+    if not transformers.__version__.startswith("4."):
+        _compute_buffers(model, model)
     return model.eval()
+
+
+def _compute_buffers(module: nn.Module, owner: Any) -> None:
+    """Compute again, outside of the constructor, what no checkpoint holds, as the loader does.
+
+    The constructor ran with the checkpoint's dtype as the default one: in bfloat16, frequencies
+    that a class computes in the default dtype (GPT-J's) are off by radians at far positions.
+    Releases before 5 leave them so. ``owner`` is the innermost model around the module.
+    """
+    if hasattr(module, "_init_weights"):
+        owner = module
+    if module._non_persistent_buffers_set:
+        owner._init_weights(module)
+    for child in module.children():
+        _compute_buffers(child, owner)
 
 
 def _load_config(source: Path, config_json: dict[str, Any], *, trust_remote_code: bool) -> Any:

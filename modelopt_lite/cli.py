@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +63,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line; a request to end (SIGTERM) cleans up as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     app(prog_name="modelopt-lite")
 
 
@@ -153,7 +155,7 @@ def _output_problems(
     from modelopt_lite.output import check_export_dir, check_free_space, default_export_dir
     from modelopt_lite.report import REPORT_FILE
 
-    target = Path(options.export_dir or default_export_dir(ckpt, described["recipe"]))
+    target = Path(options.export_dir or default_export_dir(ckpt, described["recipe"])).expanduser()
     described["export_dir"] = str(target)
     if options.resume and (target / REPORT_FILE).is_file():
         return []  # the run compares its inputs with those of the export that is there

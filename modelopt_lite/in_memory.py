@@ -103,7 +103,7 @@ def export_hf(
         raise CalibrationError(
             "the model carries no statistics; call quantize(model, recipe, forward_loop) first"
         )
-    folder, target = resolve_checkpoint(source), Path(export_dir)
+    folder, target = resolve_checkpoint(source), Path(export_dir).expanduser()
     on_disk = open_source(folder)
     model_type = check_model_type(on_disk.config, None, folder)
     with quiet_transformers():

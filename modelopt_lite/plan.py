@@ -15,15 +15,21 @@ from torch import nn
 
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.names import NameMap, Region, map_names, natural_key
-from modelopt_lite.errors import RecipeError, ShapeError, SpecError
+from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.linear import FORMATS, LinearFormat, get_format
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ModelSpec, PTQSpec, ptq_facts
 from modelopt_lite.offload.patterns import match_part
-from modelopt_lite.offload.units import Unit, find_units
+from modelopt_lite.offload.units import Unit, find_units, text_model
 from modelopt_lite.recipes import Recipe
-from modelopt_lite.select import Candidate, TensorShape, apply_recipe, find_candidates
+from modelopt_lite.select import (
+    Candidate,
+    TensorShape,
+    apply_recipe,
+    check_shapes,
+    find_candidates,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +138,6 @@ class Plan:
         """Whether any scale depends on the inputs that the model sees."""
         return bool(self.kv_cache) or any(m.input_group is not None for m in self.matrices)
 
-    def matrices_of(self, unit: str) -> list[Matrix]:
-        """Return the matrices whose parameters one unit holds."""
-        return [m for m in self.matrices if m.unit == unit]
-
 
 def make_plan(
     model: nn.Module,
@@ -158,7 +160,7 @@ def make_plan(
 
     Raises:
         CheckpointError: The source lacks a tensor that the model needs.
-        RecipeError: An unknown format, or a pattern that selects nothing.
+        RecipeError: An unknown format, a pattern that selects nothing, or nothing to quantize.
         ShapeError: A matrix that the format cannot hold.
         SpecError: The model's experts cannot be understood without a spec.
     """
@@ -168,8 +170,13 @@ def make_plan(
     names = map_names(model, {name: info.shape for name, info in tensors.items()})
     modules = (name.rpartition(".")[0] for name in tensors)
     candidates = apply_recipe(find_candidates(model, names, tensors, spec), recipe, modules)
-    candidates = _check_shapes(candidates, fmt, on_bad_shape)
-    candidates = _whole_groups(candidates, ptq)
+    candidates = _whole_groups(check_shapes(candidates, fmt, on_bad_shape), ptq)
+    if all(c.skip for c in candidates):
+        reasons = sorted({str(c.skip) for c in candidates})
+        raise RecipeError(
+            f"the recipe {recipe.name!r} leaves nothing to quantize ({len(candidates)} matrices, "
+            f"left out as: {'; '.join(reasons[:5])}); change its patterns or its format"
+        )
     units = find_units(model, ptq.layer_names)
     unit_of = {entry: unit.name for unit in units for entry in unit.entries}
     matrices = _matrices(candidates, names, unit_of, recipe, numerics, ptq)
@@ -194,28 +201,6 @@ def make_plan(
             "structure alone (models/README.md tells how to add it)"
         )
     return plan
-
-
-def _check_shapes(
-    candidates: list[Candidate], fmt: LinearFormat, on_bad_shape: str
-) -> list[Candidate]:
-    problems: list[str] = []
-    checked = []
-    for c in candidates:
-        problem = None
-        if c.skip is None:
-            problem = fmt.problem(c.shape, stacked_input_major=c.stacked and c.input_major)
-        if problem and on_bad_shape == "error":
-            problems.append(f"{c.name} {list(c.shape)}: {problem}")
-        checked.append(replace(c, skip=f"shape: {problem}") if problem else c)
-    if problems:
-        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise ShapeError(
-            f"{fmt.name} cannot hold {len(problems)} matrices: {'; '.join(problems[:5])}{more}; "
-            'use on_bad_shape="skip" (--on-bad-shape skip) to leave them unquantized, exclude them '
-            "in the recipe, or choose another format"
-        )
-    return checked
 
 
 def fused_group(name: str, role: str, ptq: PTQSpec) -> str | None:
@@ -341,7 +326,10 @@ def _kv_cache(
     """
     key_name, value_name = ptq.key_value_names
     found = []
+    inside = set(text_model(model).modules())
     for path, module in model.named_modules():
+        if module not in inside:
+            continue
         children = dict(module.named_children())
         named = key_name in children and value_name in children
         if not named and not type(module).__name__.lower().endswith("attention"):

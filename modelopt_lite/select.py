@@ -8,14 +8,15 @@ whatever cannot be known that way is an error or a stated reason, never a guess.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from modelopt_lite.checkpoint.names import NameMap, Region
-from modelopt_lite.errors import RecipeError, SpecError
+from modelopt_lite.errors import RecipeError, ShapeError, SpecError
+from modelopt_lite.formats.linear import LinearFormat
 from modelopt_lite.models import is_moe
 from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec, ptq_facts
 from modelopt_lite.offload.patterns import match_part, selects
@@ -244,8 +245,6 @@ def _fact(
 
 
 def _with_skip(c: Candidate, skip: str | None) -> Candidate:
-    from dataclasses import replace
-
     return replace(c, skip=skip) if skip else c
 
 
@@ -294,6 +293,33 @@ def apply_recipe(
             f"({len(chosen)} matrices, left out as: {'; '.join(reasons[:5])}); change its patterns"
         )
     return chosen
+
+
+def check_shapes(
+    candidates: list[Candidate], fmt: LinearFormat, on_bad_shape: str
+) -> list[Candidate]:
+    """Leave out the matrices that a format cannot hold.
+
+    Raises:
+        ShapeError: There is one, unless ``on_bad_shape`` is "skip".
+    """
+    problems: list[str] = []
+    checked = []
+    for c in candidates:
+        problem = None
+        if c.skip is None:
+            problem = fmt.problem(c.shape, stacked_input_major=c.stacked and c.input_major)
+        if problem:
+            problems.append(f"{c.name} {list(c.shape)}: {problem}")
+        checked.append(replace(c, skip=f"shape: {problem}") if problem else c)
+    if problems and on_bad_shape == "error":
+        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+        raise ShapeError(
+            f"{fmt.name} cannot hold {len(problems)} matrices: {'; '.join(problems[:5])}{more}; "
+            'use on_bad_shape="skip" (--on-bad-shape skip) to leave them unquantized, exclude them '
+            "in the recipe, or choose another format"
+        )
+    return checked
 
 
 def _check_patterns(kind: str, patterns: tuple[str, ...], names: list[str], recipe: Recipe) -> None:

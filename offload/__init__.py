@@ -18,13 +18,22 @@ if __name__ == "offload":
 
 if TYPE_CHECKING:
     from modelopt_lite.offload.api import (
+        clear_profiling_durations,
         get_gpu_memory_usage,
         get_offload_manager,
+        init,
         offload,
         offload_block,
         offload_units,
+        pause_profiling,
         release,
+        request_strategy_replan,
         resident_units,
+        resume_profiling,
+        set_config,
+        strategy_replan_status,
+        suspend_profiling,
+        sync_prev_onload,
         update_state,
     )
     from modelopt_lite.offload.cargo import get_inner_tensor_field_ids
@@ -37,11 +46,15 @@ if TYPE_CHECKING:
     from modelopt_lite.offload.device import Device, HostDevice, current_device
     from modelopt_lite.offload.lockstep import Lockstep
     from modelopt_lite.offload.manager import GPUMemoryUsage, OffloadManager, Phase
+    from modelopt_lite.offload.managerstate import DEFAULT_MANAGER_NAME
+    from modelopt_lite.offload.replan import StrategyReplanStatus
     from modelopt_lite.offload.selection import Selection, select
+    from modelopt_lite.offload.tensors import TensorManager
     from modelopt_lite.offload.units import Unit, WeightStore, find_units
 
 # Loaded on first use: patterns and configs are needed where torch is not.
 _WHERE = {
+    "DEFAULT_MANAGER_NAME": "managerstate",
     "Device": "device",
     "GPUMemoryUsage": "manager",
     "HostDevice": "device",
@@ -50,25 +63,37 @@ _WHERE = {
     "OffloadManager": "manager",
     "Phase": "manager",
     "Selection": "selection",
+    "StrategyReplanStatus": "replan",
+    "TensorManager": "tensors",
     "Unit": "units",
     "WeightStore": "units",
+    "clear_profiling_durations": "api",
     "current_device": "device",
     "find_units": "units",
     "get_gpu_memory_usage": "api",
     "get_inner_tensor_field_ids": "cargo",
     "get_offload_manager": "api",
+    "init": "api",
     "load_config": "config_sources",
     "load_config_from_env": "config_sources",
     "load_config_from_file": "config_sources",
     "offload": "api",
     "offload_block": "api",
     "offload_units": "api",
+    "pause_profiling": "api",
     "release": "api",
+    "request_strategy_replan": "api",
     "resident_units": "api",
+    "resume_profiling": "api",
     "select": "selection",
+    "set_config": "api",
+    "strategy_replan_status": "api",
+    "suspend_profiling": "api",
+    "sync_prev_onload": "api",
     "update_state": "api",
 }
 __all__ = [
+    "DEFAULT_MANAGER_NAME",
     "Device",
     "GPUMemoryUsage",
     "HostDevice",
@@ -77,22 +102,33 @@ __all__ = [
     "OffloadManager",
     "Phase",
     "Selection",
+    "StrategyReplanStatus",
+    "TensorManager",
     "Unit",
     "WeightStore",
+    "clear_profiling_durations",
     "current_device",
     "find_units",
     "get_gpu_memory_usage",
     "get_inner_tensor_field_ids",
     "get_offload_manager",
+    "init",
     "load_config",
     "load_config_from_env",
     "load_config_from_file",
     "offload",
     "offload_block",
     "offload_units",
+    "pause_profiling",
     "release",
+    "request_strategy_replan",
     "resident_units",
+    "resume_profiling",
     "select",
+    "set_config",
+    "strategy_replan_status",
+    "suspend_profiling",
+    "sync_prev_onload",
     "update_state",
 ]
 

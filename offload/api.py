@@ -13,6 +13,8 @@ from modelopt_lite.offload.manager import (
     GPUMemoryUsage,
     OffloadManager,
 )
+from modelopt_lite.offload.patching import CompileFn
+from modelopt_lite.offload.replan import StrategyReplanStatus
 
 _managers: dict[str, OffloadManager] = {}
 _lock = threading.Lock()
@@ -30,8 +32,26 @@ def get_offload_manager(name: str = DEFAULT_MANAGER_NAME) -> OffloadManager:
     return manager
 
 
+def init(config: OffloadConfig | None = None, name: str = DEFAULT_MANAGER_NAME) -> None:
+    """Set the config that `offload` will use; see `OffloadManager.set_config`."""
+    manager = get_offload_manager(name)
+    manager.set_config(config or manager.config)
+
+
+def set_config(config: OffloadConfig, name: str = DEFAULT_MANAGER_NAME) -> None:
+    """Replace the config of a manager.
+
+    Raises:
+        OffloadError: A model is offloaded, and what would change cannot any more.
+    """
+    get_offload_manager(name).set_config(config)
+
+
 def offload(
-    model: nn.Module, config: OffloadConfig | None = None, name: str = DEFAULT_MANAGER_NAME
+    model: nn.Module,
+    config: OffloadConfig | None = None,
+    name: str = DEFAULT_MANAGER_NAME,
+    compile_fn: CompileFn | None = None,
 ) -> nn.Module:
     """Offload a model in place: its units' weights come to the device when they run.
 
@@ -39,6 +59,7 @@ def offload(
         model: Any model, its weights in host memory.
         config: What to offload and how; None keeps the manager's (at first the defaults).
         name: Of the manager; each model needs one of its own.
+        compile_fn: Compiles a unit: module -> callable.
 
     Returns:
         The same model. The first passes discover and time; then a strategy takes over.
@@ -46,7 +67,7 @@ def offload(
     Raises:
         OffloadError: Nothing can be offloaded, or the manager has a model already.
     """
-    return get_offload_manager(name).offload(model, config)
+    return get_offload_manager(name).offload(model, config, compile_fn=compile_fn)
 
 
 def release(name: str = DEFAULT_MANAGER_NAME) -> None:
@@ -79,3 +100,41 @@ def get_gpu_memory_usage(name: str = DEFAULT_MANAGER_NAME) -> GPUMemoryUsage:
 def update_state(name: str = DEFAULT_MANAGER_NAME) -> None:
     """Count one pass that did not go through the root model's forward."""
     get_offload_manager(name).update_state()
+
+
+def request_strategy_replan(
+    name: str = DEFAULT_MANAGER_NAME, *, manual_update_state: bool = False
+) -> int:
+    """Plan again with timings from INFERENCE; return how many passes that takes."""
+    manager = get_offload_manager(name)
+    return manager.request_strategy_replan(manual_update_state=manual_update_state)
+
+
+def strategy_replan_status(name: str = DEFAULT_MANAGER_NAME) -> StrategyReplanStatus:
+    """Return whether a replan can be requested, is going on, and was applied."""
+    return get_offload_manager(name).strategy_replan_status
+
+
+def suspend_profiling(name: str = DEFAULT_MANAGER_NAME) -> None:
+    """Stop to count and time passes until `resume_profiling` is called as often."""
+    get_offload_manager(name).suspend_profiling()
+
+
+def resume_profiling(name: str = DEFAULT_MANAGER_NAME) -> None:
+    """Undo one `suspend_profiling`."""
+    get_offload_manager(name).resume_profiling()
+
+
+def pause_profiling(name: str = DEFAULT_MANAGER_NAME) -> AbstractContextManager[None]:
+    """Suspend profiling inside of a block."""
+    return get_offload_manager(name).pause_profiling()
+
+
+def clear_profiling_durations(name: str = DEFAULT_MANAGER_NAME) -> None:
+    """Forget the timings so far."""
+    get_offload_manager(name).clear_profiling_durations()
+
+
+def sync_prev_onload(name: str = DEFAULT_MANAGER_NAME) -> None:
+    """Let the compute stream wait for all copies that are on their way."""
+    get_offload_manager(name).sync_prev_onload()

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modelopt_lite.offload.device import CopySource, DiskSource
+from modelopt_lite.offload.device import CopySource, new_buffer
+from modelopt_lite.offload.ledger import Tier
 
 ALIGN = 128  # bytes; a cache line pair, and what vectorised loads on accelerators want
 
@@ -41,6 +42,12 @@ class Managed:
     def nbytes(self) -> int:
         """Bytes that its values take when packed."""
         return span_bytes(self.tensor)
+
+    @property
+    def version(self) -> int:
+        """A number that grows when the tensor is changed in place."""
+        tensor = self.tensor
+        return 0 if tensor.is_inference() else tensor._version
 
     def bind(self, value: Tensor) -> None:
         """Let the tensor have the values, and the device, of another of its shape."""
@@ -86,15 +93,44 @@ class Cargo:
     source: CopySource
     resting: tuple[Tensor, ...]
 
-    def bind(self, block: Tensor) -> None:
-        """Let every tensor read from a block that holds the cargo's bytes."""
-        for managed, offset, rest in zip(self.tensors, self.offsets, self.resting, strict=True):
-            managed.bind(view_of(block, offset, rest))
+    @property
+    def tier(self) -> Tier:
+        """Where the bytes are between two uses."""
+        return "host" if isinstance(self.source, Tensor) else "disk"
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of each tensor; another answer than before means that values were changed in place."""
+        return tuple(managed.version for managed in self.tensors)
+
+    def views(self, block: Tensor) -> tuple[Tensor, ...]:
+        """Return each tensor's part of a block that holds the cargo's bytes."""
+        with torch.inference_mode(False):
+            pairs = zip(self.offsets, self.resting, strict=True)
+            return tuple(view_of(block, offset, rest) for offset, rest in pairs)
+
+    def bind(self, views: Sequence[Tensor]) -> None:
+        """Let every tensor read from its part of a block."""
+        for managed, view in zip(self.tensors, views, strict=True):
+            managed.bind(view)
 
     def unbind(self) -> None:
         """Let every tensor have its true values again."""
         for managed, rest in zip(self.tensors, self.resting, strict=True):
             managed.bind(rest)
+
+    def write_back(self, views: Sequence[Tensor], before: Sequence[int]) -> None:
+        """Keep what was changed in place in a block since the tensors had the given versions."""
+        triples = zip(self.versions, before, views, self.resting, strict=True)
+        for now, then, view, rest in triples:
+            if now != then:
+                with torch.inference_mode(False), torch.no_grad():
+                    rest.copy_(view)
+
+
+def packed_bytes(tensor: Tensor) -> int:
+    """Bytes that a tensor takes in a block, up to where the next one may begin."""
+    return -(-span_bytes(tensor) // ALIGN) * ALIGN
 
 
 def plan_block(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], int]:
@@ -102,7 +138,7 @@ def plan_block(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], int]:
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
-        end += -(-span_bytes(tensor) // ALIGN) * ALIGN
+        end += packed_bytes(tensor)
     return tuple(offsets), end
 
 
@@ -122,25 +158,20 @@ def pack(label: str, tensors: Iterable[Managed], block: Tensor | None) -> Cargo:
             up, so the peak is one label's bytes above the model's.
     """
     managed = tuple(tensors)
-    values = [m.tensor.detach() for m in managed]
-    offsets, size = plan_block(values)
-    room = torch.empty(size, dtype=torch.uint8) if block is None else block
-    resting = []
-    for offset, value in zip(offsets, values, strict=True):
-        view = view_of(room, offset, value)
-        view.copy_(value)
-        resting.append(view)
+    with torch.inference_mode(False), torch.no_grad():
+        values = [m.tensor.detach() for m in managed]
+        offsets, size = plan_block(values)
+        room = new_buffer(size, torch.device("cpu")) if block is None else block
+        resting = []
+        for offset, value in zip(offsets, values, strict=True):
+            count = span_bytes(value) // value.element_size()
+            # Gaps between strides go along: a tensor that overlaps itself cannot be written to.
+            flat = room[offset : offset + span_bytes(value)].view(value.dtype)
+            flat.copy_(value.as_strided((count,), (1,)))
+            resting.append(flat.as_strided(value.shape, value.stride()))
     cargo = Cargo(label, managed, offsets, size, room, tuple(resting))
     cargo.unbind()
     return cargo
-
-
-def from_disk(label: str, tensors: Iterable[Managed], source: DiskSource) -> Cargo:
-    """Return a cargo whose bytes lie on disk; its tensors rest as they are (mapped files)."""
-    managed = tuple(tensors)
-    values = tuple(m.tensor.detach() for m in managed)
-    offsets, size = plan_block(values)
-    return Cargo(label, managed, offsets, size, source, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +180,10 @@ class IndirectCargo(Cargo):
 
     table: dict[int, Tensor]
 
-    def bind(self, block: Tensor) -> None:
+    def bind(self, views: Sequence[Tensor]) -> None:
         """Enter the device views into the table."""
-        for managed, offset, rest in zip(self.tensors, self.offsets, self.resting, strict=True):
-            self.table[id(managed.tensor)] = view_of(block, offset, rest)
+        for managed, view in zip(self.tensors, views, strict=True):
+            self.table[id(managed.tensor)] = view
 
     def unbind(self) -> None:
         """Take them out again."""

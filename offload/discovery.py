@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from modelopt_lite.offload.cargo import Managed, inner_fields
 
@@ -23,6 +26,7 @@ class ModuleTracker:
         self._model = model
         self._current: list[str] = []
         self._seen: dict[str, dict[str, nn.Module]] = {}
+        self._outside: dict[str, nn.Module] = {}
         self._hooks: list[Any] = []
         for name, module in model.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
@@ -37,21 +41,25 @@ class ModuleTracker:
         """Go back to the trap that was open before."""
         self._current.pop()
 
-    def tensors(self, allowed: Callable[[str], bool]) -> dict[str, list[Managed]]:
-        """Return each trap's tensors: those of its modules that may leave the device.
+    @property
+    def unattributable(self) -> set[str]:
+        """Names of the parameters that ran in several traps, or in one and outside of all."""
+        traps: dict[str, set[str]] = {}
+        for trap, modules in (*self._seen.items(), ("", self._outside)):
+            for name in _own_names(modules):
+                traps.setdefault(name, set()).add(trap)
+        return {name for name, found in traps.items() if len(found) > 1 or "" in found}
 
-        A parameter that ran in two traps is of the first, and both are told to bring it in.
+    def parameters(self, allowed: Callable[[str], bool]) -> dict[str, list[str]]:
+        """Return the names of each trap's parameters: those of its modules that may leave.
+
+        One that ran in two traps, or in a trap and outside, is of none: it must stay.
         """
-        found: dict[str, list[Managed]] = {}
-        for trap, modules in self._seen.items():
-            mine: list[Managed] = []
-            for path, module in modules.items():
-                for leaf, parameter in module.named_parameters(recurse=False):
-                    name = f"{path}.{leaf}" if path else leaf
-                    if allowed(name):
-                        mine += with_fields(name, parameter)
-            found[trap] = mine
-        return found
+        several = self.unattributable
+        return {
+            trap: [n for n in _own_names(modules) if allowed(n) and n not in several]
+            for trap, modules in self._seen.items()
+        }
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -61,10 +69,18 @@ class ModuleTracker:
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
-            if self._current:
-                self._seen[self._current[-1]][name] = module
+            place = self._seen[self._current[-1]] if self._current else self._outside
+            place[name] = module
 
         return hook
+
+
+def _own_names(modules: Mapping[str, nn.Module]) -> list[str]:
+    return [
+        f"{path}.{leaf}" if path else leaf
+        for path, module in modules.items()
+        for leaf, _ in module.named_parameters(recurse=False)
+    ]
 
 
 def match_prefixes(traced: Mapping[str, Iterable[str]], untraced: Iterable[str]) -> dict[str, str]:
@@ -102,3 +118,55 @@ def common_prefix(names: Iterable[str]) -> str:
         shared.append(column[0])
     numbers = [at for at, part in enumerate(shared) if part.isdigit()]
     return ".".join(shared[: numbers[-1] + 1]) if numbers else ""
+
+
+class OutsideReads(TorchFunctionMode):
+    """Sees operations read tensors of units that are not in, and gives them device copies.
+
+    A model may use a unit's weight without calling the unit, as with an embedding that serves as
+    the output layer. Such a tensor has to stay on the device.
+
+    Args:
+        label_of: Id of a tensor -> label that brings it in.
+        is_in: Whether a label is in.
+        device: Where units compute.
+
+    Attributes:
+        found: Ids of the tensors that were read so.
+    """
+
+    def __init__(
+        self, label_of: Mapping[int, str], is_in: Callable[[str], bool], device: torch.device
+    ) -> None:
+        super().__init__()
+        self._label_of = label_of
+        self._is_in = is_in
+        self._device = device
+        self.found: set[int] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call the function; what gives no tensor (a shape, a dtype) reads no values."""
+        away: dict[int, Tensor] = {}
+        for leaf in tree_leaves((args, kwargs)):
+            label = self._label_of.get(id(leaf)) if isinstance(leaf, Tensor) else None
+            if label is not None and not self._is_in(label):
+                away[id(leaf)] = leaf
+        if not away:
+            return func(*args, **(kwargs or {}))
+
+        def swap(value: Any) -> Any:
+            return value.to(self._device) if id(value) in away else value
+
+        elsewhere = any(tensor.device.type != self._device.type for tensor in away.values())
+        if elsewhere and getattr(func, "__name__", "") not in ("__get__", "__set__"):
+            args, kwargs = tree_map(swap, args), tree_map(swap, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            self.found |= away.keys()
+        return result

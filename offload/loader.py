@@ -7,7 +7,9 @@ at once: slower, counted in ``misses``, and right.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -17,6 +19,8 @@ from modelopt_lite.offload.cargo import Cargo
 from modelopt_lite.offload.device import Device, Event
 from modelopt_lite.offload.ledger import BLOCKS, Ledger
 from modelopt_lite.offload.timeline import Timeline
+
+log = logging.getLogger("modelopt_lite.offload")
 
 
 @dataclass(slots=True)
@@ -28,8 +32,13 @@ class _Block:
     ready: Event
     last_use: Event
     content: str | None = None
+    versions: tuple[int, ...] = ()  # of the content's tensors when its bytes were read
     users: int = 0
     used: bool = False
+
+    def has(self, cargo: Cargo) -> bool:
+        """Whether the block holds a cargo's bytes as they are now."""
+        return self.content == cargo.label and self.versions == cargo.versions
 
 
 @dataclass(slots=True)
@@ -37,6 +46,8 @@ class _Entry:
     """A label that is in: its block, or memory of its own where its block was taken."""
 
     block: _Block | None
+    views: tuple[Tensor, ...]
+    versions: tuple[int, ...]
     own: Tensor | None = None
     depth: int = 1
 
@@ -87,15 +98,26 @@ class BlockLoader:
         self._entries: dict[str, _Entry] = {}
         self._at = -1
         self.counts = LoaderCounts()
+        self._views: dict[str, tuple[Tensor, ...]] = {}
+        try:
+            self._make_blocks(blocks, sizes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_blocks(self, blocks: Mapping[str, int], sizes: Mapping[int, int]) -> None:
         for index, size in sizes.items():
-            memory = device.allocate(size)
-            ledger.add("device", BLOCKS, size)
-            self._blocks[index] = _Block(index, memory, device.event(), device.event())
+            memory = self._device.allocate(size)
+            self._ledger.add("device", BLOCKS, size)
+            events = self._device.event(), self._device.event()
+            self._blocks[index] = _Block(index, memory, *events)
         for label, index in blocks.items():
             self._block_of[label] = self._blocks[index]
         for label, cargo in self._cargos.items():
-            if cargo.nbytes > self._block_of[label].memory.numel():
+            memory = self._block_of[label].memory
+            if cargo.nbytes > memory.numel():
                 raise InternalError(f"{label!r} does not fit its block: {cargo.nbytes} bytes")
+            self._views[label] = cargo.views(memory)
 
     @property
     def block_bytes(self) -> int:
@@ -112,7 +134,18 @@ class BlockLoader:
                 entry.depth += 1
                 return
             self._entries[label] = self._bring_in(cargo)
-        self._look_ahead()
+        try:
+            self._look_ahead()
+        except BaseException:
+            self.exit(label)
+            raise
+
+    def join(self) -> None:
+        """Let the compute stream wait for every copy that was queued so far."""
+        if self._blocks:
+            event = self._device.event()
+            self._device.record(event, self._stream)
+            self._device.wait(event)
 
     def exit(self, label: str) -> None:
         """Let a label's weights go; their block may be handed on once its compute has ended."""
@@ -123,34 +156,36 @@ class BlockLoader:
         if entry.depth:
             return
         del self._entries[label]
+        cargo.write_back(entry.views, entry.versions)
         cargo.unbind()
         if entry.block is not None:
+            entry.block.versions = cargo.versions
             self._device.record(entry.block.last_use)
             entry.block.used = True
             entry.block.users -= 1
         elif entry.own is not None:
-            self._device.synchronize()
-            self._device.free(entry.own)
-            self._ledger.remove("device", label, entry.own.numel())
-        self._look_ahead()
+            give_back(self._device, self._ledger, label, entry.own)
+        if self._blocks:
+            self._look_ahead()
 
     def close(self) -> None:
-        """Let every label go and free the blocks."""
-        self._device.synchronize()
+        """Let every label go and free the blocks. A copy that failed is logged: nobody needs it."""
+        settle(self._device)
+        blocks, self._blocks = self._blocks, {}  # nothing is looked ahead for any more
         for label in list(self._entries):
             self._entries[label].depth = 1
             self.exit(label)
-        self._device.synchronize()
-        for block in self._blocks.values():
+        settle(self._device)
+        for block in blocks.values():
             self._device.free(block.memory)
             self._ledger.remove("device", BLOCKS, block.memory.numel())
-        self._blocks.clear()
         self._block_of.clear()
+        self._views.clear()
         self._cargos.clear()
 
     def _bring_in(self, cargo: Cargo) -> _Entry:
         block = self._block_of[cargo.label]
-        if block.content == cargo.label:
+        if block.has(cargo):
             self.counts.hits += 1
         else:
             self.counts.misses += 1
@@ -163,33 +198,37 @@ class BlockLoader:
             block.content = None  # what is in it now is nobody's
             raise
         block.users += 1
-        cargo.bind(block.memory)
-        return _Entry(block)
+        views = self._views[cargo.label]
+        cargo.bind(views)
+        return _Entry(block, views, block.versions)
 
     def _bring_apart(self, cargo: Cargo) -> _Entry:
         """Memory of its own for a label whose block another label is computing with."""
-        own = self._device.allocate(cargo.nbytes)
-        self._ledger.add("device", cargo.label, cargo.nbytes)
-        self._device.copy(own, cargo.source, None, label=cargo.label)
+        own = bring_apart(self._device, self._ledger, cargo)
         self._count(cargo)
-        cargo.bind(own)
-        return _Entry(None, own)
+        views = cargo.views(own)
+        cargo.bind(views)
+        return _Entry(None, views, cargo.versions, own)
 
     def _issue(self, cargo: Cargo, block: _Block) -> None:
         """Queue a copy into a block that nobody computes with any more."""
         if block.used:
             self._device.wait(block.last_use, self._stream)
-        block.content = cargo.label
+        block.content = None
+        versions = cargo.versions
         target = block.memory[: cargo.nbytes]
-        if self._timeline is None:
+        with self._span(cargo, block):
             self._device.copy(target, cargo.source, self._stream, label=cargo.label)
-        else:
-            with self._timeline.span(
-                "copy", cargo.label, self._stream, slot=block.index, nbytes=cargo.nbytes
-            ):
-                self._device.copy(target, cargo.source, self._stream, label=cargo.label)
         self._device.record(block.ready, self._stream)
+        block.content, block.versions = cargo.label, versions
         self._count(cargo)
+
+    def _span(self, cargo: Cargo, block: _Block) -> AbstractContextManager[None]:
+        if self._timeline is None:
+            return nullcontext()
+        return self._timeline.span(
+            "copy", cargo.label, self._stream, slot=block.index, nbytes=cargo.nbytes
+        )
 
     def _count(self, cargo: Cargo) -> None:
         self.counts.copies += 1
@@ -208,7 +247,7 @@ class BlockLoader:
             if block.users or block.index in claimed:
                 return
             claimed.add(block.index)
-            if block.content != label:
+            if not block.has(cargo):
                 self._issue(cargo, block)
 
 
@@ -222,7 +261,7 @@ class DirectLoader:
         self._device = device
         self._cargos = dict(cargos)
         self._ledger = ledger
-        self._inside: dict[str, tuple[Tensor, int]] = {}
+        self._inside: dict[str, _Entry] = {}
         self.counts = LoaderCounts()
 
     def enter(self, label: str) -> None:
@@ -231,33 +270,67 @@ class DirectLoader:
         if cargo is None:
             return
         if label in self._inside:
-            memory, depth = self._inside[label]
-            self._inside[label] = memory, depth + 1
+            self._inside[label].depth += 1
             return
-        memory = self._device.allocate(cargo.nbytes)
-        self._ledger.add("device", label, cargo.nbytes)
-        self._device.copy(memory, cargo.source, None, label=label)
+        own = bring_apart(self._device, self._ledger, cargo)
         self.counts.copies += 1
         self.counts.bytes_copied += cargo.nbytes
-        cargo.bind(memory)
-        self._inside[label] = memory, 1
+        views = cargo.views(own)
+        cargo.bind(views)
+        self._inside[label] = _Entry(None, views, cargo.versions, own)
 
     def exit(self, label: str) -> None:
         """Let a label's weights go when it was left as often as entered."""
-        if label not in self._inside:
+        entry = self._inside.get(label)
+        if entry is None or entry.own is None:
             return
-        memory, depth = self._inside[label]
-        if depth > 1:
-            self._inside[label] = memory, depth - 1
+        entry.depth -= 1
+        if entry.depth:
             return
         del self._inside[label]
-        self._cargos[label].unbind()
-        self._device.synchronize()
-        self._device.free(memory)
-        self._ledger.remove("device", label, memory.numel())
+        cargo = self._cargos[label]
+        cargo.write_back(entry.views, entry.versions)
+        cargo.unbind()
+        give_back(self._device, self._ledger, label, entry.own)
+
+    def is_in(self, label: str) -> bool:
+        """Whether a label was entered and not left."""
+        return label in self._inside
+
+    def join(self) -> None:
+        """Do nothing: no copy is on its way when `enter` has returned."""
 
     def close(self) -> None:
         """Let every label go."""
-        for label, (memory, _) in list(self._inside.items()):
-            self._inside[label] = memory, 1
+        for label, entry in list(self._inside.items()):
+            entry.depth = 1
             self.exit(label)
+
+
+def bring_apart(device: Device, ledger: Ledger, cargo: Cargo) -> Tensor:
+    """Copy a cargo to memory of its own, before the caller's next operation."""
+    own = device.allocate(cargo.nbytes)
+    try:
+        device.copy(own, cargo.source, None, label=cargo.label)
+    except BaseException:
+        device.free(own)
+        raise
+    ledger.add("device", cargo.label, cargo.nbytes)
+    return own
+
+
+def give_back(device: Device, ledger: Ledger, label: str, own: Tensor) -> None:
+    """Free memory of a label's own, once its compute has ended."""
+    done = device.event()
+    device.record(done)
+    device.synchronize(done)
+    device.free(own)
+    ledger.remove("device", label, own.numel())
+
+
+def settle(device: Device) -> None:
+    """Wait for all copies; log those that failed."""
+    try:
+        device.synchronize()
+    except Exception as error:
+        log.warning("a copy that is not needed any more failed: %s", error)

@@ -6,24 +6,30 @@ NOT_INITIALIZED -> DISCOVERY -> PROFILING -> INFERENCE. Each forward of the root
 
 from __future__ import annotations
 
-import enum
-import functools
 import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from modelopt_lite.errors import OffloadError
+from modelopt_lite.errors import OffloadError, StrategyComputeError
 from modelopt_lite.offload.config import OffloadConfig
 from modelopt_lite.offload.device import Device, Event, current_device
-from modelopt_lite.offload.discovery import ModuleTracker
-from modelopt_lite.offload.ledger import BLOCKS
+from modelopt_lite.offload.diagnostics import log_diagnostics
+from modelopt_lite.offload.discovery import ModuleTracker, OutsideReads
+from modelopt_lite.offload.diskcargo import make_tensor_manager
+from modelopt_lite.offload.managerstate import (
+    DEFAULT_MANAGER_NAME,
+    GPUMemoryUsage,
+    ManagerState,
+    Phase,
+)
+from modelopt_lite.offload.patching import CompileFn, Patches
+from modelopt_lite.offload.replan import Replan, StrategyReplanStatus
 from modelopt_lite.offload.selection import Selection, select
-from modelopt_lite.offload.tensors import TensorManager
 from modelopt_lite.offload.traps import (
     Trap,
     TrapDirect,
@@ -33,75 +39,44 @@ from modelopt_lite.offload.traps import (
     WarmupTrapDirect,
 )
 
+__all__ = ["DEFAULT_MANAGER_NAME", "GPUMemoryUsage", "OffloadConfig", "OffloadManager", "Phase"]
+
 log = logging.getLogger("modelopt_lite.offload")
 
-DEFAULT_MANAGER_NAME = "default"
+_RUNS_ALONE = 3  # times that a unit runs outside of the model's forward before that is told
 
 
-class Phase(enum.Enum):
-    """Where a manager is in its life."""
-
-    NOT_INITIALIZED = "not_initialized"
-    DISCOVERY = "discovery"
-    PROFILING = "profiling"
-    INFERENCE = "inference"
-
-
-@dataclass(frozen=True, slots=True)
-class GPUMemoryUsage:
-    """Bytes on the device: blocks that weights pass through, and weights that stay."""
-
-    blocks_bytes: int
-    unmapped_tensors_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Both together."""
-        return self.blocks_bytes + self.unmapped_tensors_bytes
-
-
-class OffloadManager:
-    """Offloads one model.
-
-    Args:
-        name: Told in messages.
-        device: Where units compute; None: the accelerator that the config names, or this machine's
-            memory.
-
-    Attributes:
-        on_compute: Called with a label when its unit's forward has run; simulations use it.
-    """
+class OffloadManager(ManagerState):
+    """Offloads one model. For arguments and attributes see `ManagerState`."""
 
     def __init__(self, name: str = DEFAULT_MANAGER_NAME, *, device: Device | None = None) -> None:
-        self.name = name
-        self.config = OffloadConfig()
-        self.phase = Phase.NOT_INITIALIZED
-        self.model: nn.Module | None = None
-        self.skip_discovery_honored: bool | None = None
-        self.on_compute: Callable[[str], None] = lambda label: None
-        self._thread = threading.get_ident()
-        self._given_device = device
-        self._device: Device | None = None
-        self._selection: Selection | None = None
-        self._tensor_manager: TensorManager | None = None
-        self._tracker: ModuleTracker | None = None
-        self._passes = 0
-        self._suspended = 0
+        super().__init__(name, device=device)
+        self._suspended = self._depth = 0
         self._order: list[str] = []
         self._pending: list[tuple[str, Event, Event]] = []
-        self._undo: list[Callable[[], None]] = []
-        self._in_pass = False
+        self._patches = Patches()
+        self._replan = Replan()
+        self._outside: OutsideReads | None = None
+        self._tracker: ModuleTracker | None = None
+        self._alone: Counter[str] = Counter()
 
-    def offload(self, model: nn.Module, config: OffloadConfig | None = None) -> nn.Module:
+    def offload(
+        self,
+        model: nn.Module,
+        config: OffloadConfig | None = None,
+        *,
+        compile_fn: CompileFn | None = None,
+    ) -> nn.Module:
         """Offload a model in place and return it.
 
         Args:
             model: Its weights are in host memory. Inputs belong on ``device.torch_device``.
             config: None keeps the manager's.
+            compile_fn: Compiles a unit: module -> callable. One for which it fails runs as it is.
 
         Raises:
-            OffloadError: Nothing can be offloaded, the model is compiled as a whole, or this
-                manager has a model already.
+            OffloadError: Nothing can be offloaded, the model is compiled as a whole, it is
+                offloaded by another manager, or this manager has a model already.
         """
         self.check_thread()
         if self.model is not None:
@@ -113,15 +88,20 @@ class OffloadManager:
         self.config = config or self.config
         if not self.config.enabled:
             return model
-        self._device = self._given_device or current_device(self.config.gpu_device)
-        self._selection = select(model, self.config.include_patterns, self.config.exclude_patterns)
-        self._tell_and_check(self._selection)
-        self._tensor_manager = TensorManager(model, self._selection, self.config, self._device)
-        self.model = model
+        selection = select(model, self.config.include_patterns, self.config.exclude_patterns)
+        self._tell_and_check(selection)
+        if any("_ft_offload_name" in module.__dict__ for module in model.modules()):
+            raise OffloadError("another manager has offloaded the model; release() that one first")
         try:
+            self._selection, self.model = selection, model
+            self._device = self._given_device or current_device(self.config.gpu_device)
+            self._tensor_manager = make_tensor_manager(model, selection, self.config, self._device)
             self._tensor_manager.own_units()
             self._tensor_manager.place()
-            self._patch(model)
+            for path, module in selection.units.items():
+                self._patches.wrap_forward(path, module, self.trap, compile_fn)
+            self._watch_passes(model)
+            self._patches.guard(model)
             self._begin()
         except BaseException:
             self.release()
@@ -130,19 +110,21 @@ class OffloadManager:
 
     def release(self) -> None:
         """Leave the model exactly as it was before `offload`. A second call does nothing."""
+        if self._outside is not None:
+            self._close_watch()
         if self._tracker is not None:
             self._tracker.remove()
-            self._tracker = None
-        while self._undo:
-            self._undo.pop()()
         if self._tensor_manager is not None:
             self._tensor_manager.release()
+        self._patches.undo()
         if self._device is not None and self._given_device is None:
             self._device.close()
-        self.model = self._selection = self._tensor_manager = self._device = None
+        self.model = self._selection = self._tensor_manager = self._device = self._tracker = None
         self.phase = Phase.NOT_INITIALIZED
         self.skip_discovery_honored = None
-        self._passes, self._order, self._pending = 0, [], []
+        self._passes = self._suspended = self._depth = 0
+        self._order, self._pending, self._replan = [], [], Replan()
+        self._alone.clear()
 
     # --- passes and phases
 
@@ -158,17 +140,13 @@ class OffloadManager:
             self._passes += 1
             if self._passes >= max(1, self.config.profiling_iters):
                 self._to_inference()
-        self._end_timeline()
-
-    @property
-    def iters_before_inference(self) -> int:
-        """How many passes are left before INFERENCE."""
-        if self.phase is Phase.INFERENCE:
-            return 0
-        profiling = max(1, self.config.profiling_iters)
-        if self.phase is Phase.PROFILING:
-            return profiling - self._passes
-        return max(1, self.config.discovery_iters) - self._passes + profiling
+        elif self._replan.left:
+            self._settle()
+            if self._replan.count():
+                self._apply_replan()
+        self._alone.clear()
+        if self._tensor_manager is not None:
+            self._tensor_manager.timeline.end_pass()
 
     def suspend_profiling(self) -> None:
         """Stop to count and time passes until `resume_profiling` is called as often."""
@@ -195,22 +173,76 @@ class OffloadManager:
         """Forget the timings so far."""
         self._require("clear_profiling_durations").layer_statistics_collector.clear_durations()
 
+    def sync_prev_onload(self) -> None:
+        """Let the compute stream wait for all copies that are on their way."""
+        self._require("sync_prev_onload").loader.join()
+
+    join_after_forward = sync_prev_onload
+
+    def request_strategy_replan(self, *, manual_update_state: bool = False) -> int:
+        """Plan again with timings of the units as they run in INFERENCE, compiled or not.
+
+        Args:
+            manual_update_state: Only `update_state` counts passes, not the model's forward.
+
+        Returns:
+            Passes to run until the new plan is there; 0, with a warning, before INFERENCE or while
+            a replan is going on.
+        """
+        if not self.strategy_replan_status.can_request:
+            log.warning("no replan in %s, replan %s", self.phase.name, self._replan.state)
+            return 0
+        self._replan = Replan.begin(self.eager_profiling_iters, manual=manual_update_state)
+        return self._replan.left
+
+    @property
+    def strategy_replan_status(self) -> StrategyReplanStatus:
+        """Whether a replan can be requested, is going on, and was applied."""
+        return self._replan.status(can_request=self.phase is Phase.INFERENCE)
+
+    def adopt_timings(self, samples: Mapping[str, Sequence[float]]) -> None:
+        """Go to INFERENCE at once, with timings (ms by label, in order) of an earlier run."""
+        tensors = self._require("adopt_timings")
+        for label, times in samples.items():
+            for ms in times:
+                tensors.layer_statistics_collector.record(label, ms)
+        self._order = [*samples, *(label for label in self._order if label not in samples)]
+        self._to_inference()
+
+    def _apply_replan(self) -> None:
+        tensors = self._require("replan")
+        collector = tensors.layer_statistics_collector
+        before = collector.samples()
+        collector.clear_durations()
+        for label, times in (before | self._replan.samples).items():
+            for ms in times:
+                collector.record(label, ms)
+        try:
+            tensors.infer(self._order, self._budget())
+        except StrategyComputeError as error:
+            log.error("manager %s: the replan failed, the old plan stays: %s", self.name, error)
+            self._replan.end(applied=False)
+        else:
+            self._replan.end(applied=True)
+
     def _begin(self) -> None:
         self.phase = Phase.DISCOVERY
         assert self._selection is not None
+        self.skip_discovery_honored = True
         if self.config.skip_discovery:
-            self.skip_discovery_honored = bool(self._selection.units)
             if self._selection.units:
                 self._to_profiling()
                 return
+            self.skip_discovery_honored = False
             log.warning("skip_discovery was asked for, but no unit is patched; discovering")
-        elif not self._selection.units:
+        if not self._selection.units:
             assert self.model is not None
             self._tracker = ModuleTracker(self.model)
-        self.skip_discovery_honored = self.skip_discovery_honored is not False
 
     def _to_profiling(self) -> None:
         tensors = self._require("profiling")
+        if self._outside is not None:
+            self._close_watch()
         if self._tracker is not None:
             tensors.observed(self._tracker)
             self._tracker.remove()
@@ -227,26 +259,69 @@ class OffloadManager:
         if plan is not None:
             for note in plan.notes:
                 log.warning("manager %s: %s", self.name, note)
+        if self.config.enable_diagnostics:
+            log_diagnostics(self)
 
-    def _budget(self) -> int | None:
-        fraction = self.config.max_gpu_mem_fraction
-        assert self._device is not None
-        return None if fraction is None else int(self._device.memory_info().total * fraction)
+    def _watch_passes(self, model: nn.Module) -> None:
+        """Count forwards of the model; look at what they read while discovering."""
+
+        @torch.compiler.disable
+        def before(*_: Any) -> None:
+            self._depth += 1
+            if self._depth > 1:
+                return
+            tensors = self._require("a pass")
+            if self.phase is Phase.INFERENCE and self.config.enable_diagnostics:
+                tensors.timeline.begin_pass()
+            elif self.phase is Phase.DISCOVERY and self._outside is None:
+                self._outside = tensors.watch()
+                self._outside.__enter__()
+
+        @torch.compiler.disable
+        def after(*_: Any) -> None:
+            self._depth = max(self._depth - 1, 0)
+            if not self._depth and self._outside is not None:
+                self._close_watch()
+
+        @torch.compiler.disable
+        def passed(*_: Any) -> None:
+            if not self._depth and not (self._replan.left and self._replan.manual):
+                self.update_state()
+
+        for handle in (
+            model.register_forward_pre_hook(before),
+            model.register_forward_hook(after, always_call=True),
+            model.register_forward_hook(passed),
+        ):
+            self._patches.on_undo(handle.remove)
+
+    def _close_watch(self) -> None:
+        """Keep resident what the pass read outside of its unit."""
+        watch, self._outside = self._outside, None
+        assert watch is not None
+        watch.__exit__(None, None, None)
+        if watch.found:
+            tensors = self._require("discovery")
+            names = tensors.keep_resident(frozenset(watch.found))
+            log.warning("manager %s: %s read outside of their units; resident", self.name, names)
+            tensors.place()
 
     # --- traps
 
     def trap(self, label: str) -> AbstractContextManager[object]:
         """Return the context for one forward of a unit in the present phase."""
+        self.check_thread()
         tensors = self._require("trap")
         assert self._device is not None
+        self._notice_alone(label)
         indirect = self.config.profile_mode == "torch_function"
         loader = tensors.loader
         if label not in self._order:
             self._order.append(label)
         made: Any
-        if self.phase is Phase.INFERENCE:
+        if self.phase is Phase.INFERENCE and not self._replan.timing:
             made = (TrapInfer if indirect else TrapInferDirect)(label, loader, self._computed)
-        elif self.phase is Phase.PROFILING:
+        elif self.phase is not Phase.DISCOVERY:
             kind = Trap if indirect else TrapDirect
             made = kind(label, loader, self._computed, self._device, self._time)
         else:
@@ -254,8 +329,22 @@ class OffloadManager:
         if indirect:
             table = tensors.table
             made.replace = lambda t: table.get(id(t), t)
+        if self.phase is Phase.INFERENCE and self.config.enable_diagnostics:
+            made = tensors.timeline.around(made, label)
         trap: AbstractContextManager[object] = made
         return trap
+
+    def _notice_alone(self, label: str) -> None:
+        """Warn where units run but no pass is ever counted."""
+        if self._depth or self.phase is Phase.INFERENCE:
+            return
+        self._alone[label] += 1
+        if self._alone[label] == _RUNS_ALONE:
+            log.warning(
+                "manager %s: %r ran %d times without a forward of the whole model; call "
+                "update_state() after each pass, or it stays in %s",
+                *(self.name, label, _RUNS_ALONE, self.phase.name),
+            )
 
     @contextmanager
     def offload_block(self, block_name: str) -> Iterator[None]:
@@ -265,6 +354,9 @@ class OffloadManager:
             OffloadError: Before `offload`, or with ``skip_discovery``, which would leave unknown
                 what the block reads.
         """
+        if not self.config.enabled and self.model is None:
+            yield
+            return
         self._require("offload_block")
         if self.config.skip_discovery and self.skip_discovery_honored:
             raise OffloadError(
@@ -289,89 +381,13 @@ class OffloadManager:
 
     def _settle(self) -> None:
         """Read the timings of the pass that ended."""
-        tensors, device = self._require("timing"), self._device
+        collector, device = self._require("timing").layer_statistics_collector, self._device
         assert device is not None
+        record = self._replan.record if self._replan.left else collector.record
         for label, start, end in self._pending:
             device.synchronize(end)
-            tensors.layer_statistics_collector.record(label, max(device.elapsed(start, end), 0.0))
+            record(label, max(device.elapsed(start, end), 0.0))
         self._pending.clear()
-
-    # --- patching
-
-    def _patch(self, model: nn.Module) -> None:
-        assert self._selection is not None
-        for path, module in self._selection.units.items():
-            self._patch_forward(path, module)
-        hook = model.register_forward_hook(lambda *_: self.update_state(), always_call=False)
-        before = model.register_forward_pre_hook(lambda *_: self._begin_timeline())
-        self._undo += [hook.remove, before.remove]
-        self._guard(model)
-
-    def _patch_forward(self, path: str, module: nn.Module) -> None:
-        """Run a unit's forward inside of its trap; seed 002 names the marks."""
-        original = module.forward
-        own = "forward" in module.__dict__
-
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with self.trap(path):
-                return original(*args, **kwargs)
-
-        module.forward = forward
-        module._ft_original_forward_func = original  # type: ignore[assignment]
-        module._ft_offload_name = path  # type: ignore[assignment]
-
-        def undo() -> None:
-            if own:
-                module.forward = original
-            else:
-                del module.forward
-            del module._ft_original_forward_func, module._ft_offload_name
-
-        self._undo.append(undo)
-
-    def _guard(self, model: nn.Module) -> None:
-        """Refuse what would move or copy weights behind the manager's back."""
-
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise OffloadError(
-                "the model is offloaded: release() it before moving, casting or copying it"
-            )
-
-        for name in ("_apply", "__deepcopy__", "__reduce_ex__"):
-            model.__dict__[name] = refuse
-            self._undo.append(functools.partial(model.__dict__.pop, name, None))
-
-    # --- looking
-
-    def offload_units(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return (path, module) of every unit."""
-        return tuple(self._selection.units.items()) if self._selection else ()
-
-    def resident_units(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return (path, module) of the largest executable modules without a unit in them."""
-        if self.model is None or self._selection is None:
-            return ()
-        return tuple(_without_units("", self.model, set(self._selection.units)))
-
-    def get_gpu_memory_usage(self) -> GPUMemoryUsage:
-        """Return the bytes on the device, in INFERENCE.
-
-        Raises:
-            OffloadError: Before INFERENCE.
-        """
-        if self.phase is not Phase.INFERENCE:
-            raise OffloadError(
-                f"memory use is settled in INFERENCE, and manager {self.name!r} is in "
-                f"{self.phase.name}; run {self.iters_before_inference} more passes"
-            )
-        ledger = self._require("memory").ledger
-        blocks = ledger.held(BLOCKS)["device"]
-        return GPUMemoryUsage(blocks, ledger.total("device") - blocks)
-
-    def get_tensor_manager(self) -> TensorManager | None:
-        """Return what owns the tensors; None without a model."""
-        return self._tensor_manager
 
     def _tell_and_check(self, selection: Selection) -> None:
         for note in selection.warnings:
@@ -383,37 +399,3 @@ class OffloadManager:
                 f"exclude_patterns {self.config.exclude_patterns} leave no parameter in any unit; "
                 + (selection.warnings[0].message if selection.warnings else "change them")
             )
-
-    def _require(self, what: str) -> TensorManager:
-        if self._tensor_manager is None:
-            raise OffloadError(f"{what} needs a model: call offload(model, config) first")
-        return self._tensor_manager
-
-    def check_thread(self) -> None:
-        """Raise `OffloadError` in a thread other than the one that made this manager."""
-        if threading.get_ident() != self._thread:
-            raise OffloadError(
-                f"manager {self.name!r} belongs to thread {self._thread}, and thread "
-                f"{threading.get_ident()} used it; give each thread a manager of its own"
-            )
-
-    def _begin_timeline(self) -> None:
-        if self.phase is Phase.INFERENCE and self._tensor_manager is not None:
-            self._tensor_manager.timeline.begin_pass()
-
-    def _end_timeline(self) -> None:
-        if self._tensor_manager is not None:
-            self._tensor_manager.timeline.end_pass()
-
-
-def _without_units(
-    path: str, module: nn.Module, units: set[str]
-) -> Iterator[tuple[str, nn.Module]]:
-    if path in units:
-        return
-    inside = any(unit.startswith(f"{path}." if path else "") for unit in units)
-    if not inside and path:
-        yield path, module
-        return
-    for name, child in module.named_children():
-        yield from _without_units(f"{path}.{name}" if path else name, child, units)

@@ -234,40 +234,43 @@ def simulate(
         if allocated.get(block, 0) < size:
             raise ValueError(f"block {block} has {allocated.get(block, 0)} bytes, needs {size}")
     graph = build_graph(durations, [curve.ms(b) if b else 0.0 for b in sizes], ids)
+    peak = resident_bytes + sum(allocated.values())
     if not order:
         return Simulation(
-            pass_ms=0.0,
-            compute_ms=0.0,
-            stall_ms={},
-            peak_bytes=resident_bytes + sum(allocated.values()),
-            events=(),
-            bound_by="compute",
+            pass_ms=0.0, compute_ms=0.0, stall_ms={}, peak_bytes=peak, events=(), bound_by="compute"
         )
     pass_ms, potentials, bound_by = _solve(graph)
-    n, shift = len(order), potentials.value[0]
-    compute_at = [t - shift for t in potentials.value[:n]]
-    copy_at = [t - shift for t in potentials.value[n:]]
-    ends = [t + d for t, d in zip(compute_at, durations, strict=True)]
-    stall = {
-        label: max(compute_at[i] - (ends[i - 1] - (0.0 if i else pass_ms)), 0.0)
-        for i, label in enumerate(order)
-    }
-    copies = [
-        Event("copy", order[i], 0, at, at + ms, ids[i])
-        for i, at, ms in zip(graph.copies, copy_at, graph.copy_ms, strict=True)
-    ]
-    computes = [
-        Event("compute", label, 0, compute_at[i], ends[i], _block_or_none(ids[i]))
-        for i, label in enumerate(order)
-    ]
+    starts = [t - potentials.value[0] for t in potentials.value]
+    ends = [t + d for t, d in zip(starts, durations, strict=False)]
     return Simulation(
         pass_ms=pass_ms,
         compute_ms=sum(durations),
-        stall_ms=stall,
-        peak_bytes=resident_bytes + sum(allocated.values()),
-        events=tuple(sorted([*copies, *computes], key=lambda e: (e.start_ms, e.kind, e.label))),
+        stall_ms={
+            label: max(starts[i] - (ends[i - 1] - (0.0 if i else pass_ms)), 0.0)
+            for i, label in enumerate(order)
+        },
+        peak_bytes=peak,
+        events=_events(order, graph, ids, starts),
         bound_by=bound_by,
     )
+
+
+def _events(
+    order: Sequence[str], graph: Graph, ids: Sequence[int], starts: Sequence[float]
+) -> tuple[Event, ...]:
+    """Events of one pass from the starts of its computes and then of its copies."""
+    n = len(order)
+    copies = [
+        Event("copy", order[i], 0, at, at + ms, ids[i])
+        for i, at, ms in zip(graph.copies, starts[n:], graph.copy_ms, strict=True)
+    ]
+    computes = [
+        Event(
+            "compute", label, 0, starts[i], starts[i] + graph.durations[i], _block_or_none(ids[i])
+        )
+        for i, label in enumerate(order)
+    ]
+    return tuple(sorted([*copies, *computes], key=lambda e: (e.start_ms, e.kind, e.label)))
 
 
 def replay(

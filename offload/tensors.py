@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from modelopt_lite.errors import StrategyComputeError
-from modelopt_lite.offload.cargo import Cargo, IndirectCargo, Managed, pack
+from modelopt_lite.errors import OffloadError, StrategyComputeError
+from modelopt_lite.offload.cargo import (
+    Cargo,
+    IndirectCargo,
+    Managed,
+    pack,
+    packed_bytes,
+    plan_block,
+)
 from modelopt_lite.offload.config import OffloadConfig
-from modelopt_lite.offload.device import Device
-from modelopt_lite.offload.discovery import ModuleTracker, match_prefixes, with_fields
+from modelopt_lite.offload.device import Device, new_buffer
+from modelopt_lite.offload.discovery import (
+    ModuleTracker,
+    OutsideReads,
+    match_prefixes,
+    with_fields,
+)
 from modelopt_lite.offload.ledger import RESIDENT, Ledger
 from modelopt_lite.offload.loader import BlockLoader, DirectLoader
 from modelopt_lite.offload.selection import Selection
-from modelopt_lite.offload.stats import LayerStatisticsCollector, TensorStatistics
+from modelopt_lite.offload.stats import (
+    LayerStatistics,
+    LayerStatisticsCollector,
+    TensorStatistics,
+)
 from modelopt_lite.offload.strategies import AdaptiveStrategy, Strategy, StrategyResult
 from modelopt_lite.offload.timeline import Timeline
 
@@ -34,6 +53,11 @@ class TensorManager:
         layer_statistics_collector: Tensors and timings by label.
         ledger: Every byte by tier and owner.
         loader: What brings labels in, in the present phase.
+        plan: What the strategy decided; None before INFERENCE.
+        table: In indirect mode, id of a tensor -> its copy on the device, while that is there.
+
+    Raises:
+        OffloadError: A parameter is on the meta device.
     """
 
     def __init__(
@@ -51,10 +75,15 @@ class TensorManager:
         self._device = device
         self._discover_untraced = _enable_untraced_tensor_discovery
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in self._parameters.items():
+            if parameter.is_meta:
+                raise OffloadError(f"{name!r} is on the meta device; load its values first")
         self._by_label: dict[str, list[Managed]] = {}
-        self._original: dict[int, tuple[Managed, Tensor]] = {}
-        self._moved: list[tuple[Tensor, torch.device]] = []
+        self._storages = Counter(_storage(t) for t in self._everything() if _is_plain(t))
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._moved: dict[int, tuple[Tensor, torch.device]] = {}
         self._cargos: dict[str, Cargo] = {}
+        self._curve: dict[int, float] | None = None
         self.table: dict[int, Tensor] = {}
         self.layer_statistics_collector = LayerStatisticsCollector()
         self.ledger = Ledger()
@@ -68,66 +97,77 @@ class TensorManager:
         return list(self._by_label)
 
     @property
+    def managed_ids(self) -> frozenset[int]:
+        """Ids of the tensors that labels bring in."""
+        return frozenset(id(m.tensor) for ms in self._by_label.values() for m in ms)
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of weights and buffers that stay on the device whatever the strategy."""
-        return self.ledger.held(RESIDENT)["device"]
+        return self.ledger.held(RESIDENT).get("device", 0)
 
     def own_units(self) -> None:
         """Give each unit the parameters that the selection lets leave the device (strategy 1)."""
-        for label, paths in self._selection.offloaded.items():
-            self.add(label, (m for path in paths for m in self._managed(path)))
+        self.assign(self._selection.offloaded)
 
-    def add(self, label: str, tensors: Iterable[Managed]) -> None:
-        """Make a label, with tensors that no label has yet; what two would have stays resident."""
-        taken = {id(m.tensor) for managed in self._by_label.values() for m in managed}
-        mine: dict[int, Managed] = {}
-        for managed in tensors:
-            if id(managed.tensor) not in taken:
-                mine.setdefault(id(managed.tensor), managed)
-        self._by_label[label] = list(mine.values())
-        self.layer_statistics_collector.set_tensors(
-            label,
-            (
-                TensorStatistics(
-                    tensor_id=id(m.tensor),
-                    name=m.name,
-                    size_bytes=m.nbytes,
-                    load_time_ms=0.0,
-                )
-                for m in mine.values()
-                if m.nbytes
-            ),
-        )
+    def assign(self, names: Mapping[str, Sequence[str]]) -> None:
+        """Give each label its parameters, with the tensors attached to them.
+
+        What cannot move, or is read under another label or under none, stays on the device.
+        """
+        label_of = {id(self._parameters[n]): label for label, ns in names.items() for n in ns}
+        readers: dict[int, set[str]] = {}
+        for name, parameter in self._parameters.items():
+            for m in with_fields(name, parameter):
+                readers.setdefault(id(m.tensor), set()).add(label_of.get(id(parameter), ""))
+        for name, buffer in self._model.named_buffers():
+            for m in with_fields(name, buffer):
+                readers.setdefault(id(m.tensor), set()).add("")
+        for label, own in names.items():
+            mine: dict[int, Managed] = {}
+            for m in (m for name in own for m in with_fields(name, self._parameters[name])):
+                if readers[id(m.tensor)] == {label} and _can_move(m.tensor):
+                    mine.setdefault(id(m.tensor), m)
+            self._by_label[label] = list(mine.values())
+            self.layer_statistics_collector.set_tensors(label, _statistics(list(mine.values())))
+
+    def watch(self) -> OutsideReads:
+        """Return a mode that sees what is read while its label is not in."""
+        label_of = {id(m.tensor): label for label, ms in self._by_label.items() for m in ms}
+        assert isinstance(self.loader, DirectLoader)
+        return OutsideReads(label_of, self.loader.is_in, self._device.torch_device)
+
+    def keep_resident(self, ids: frozenset[int]) -> list[str]:
+        """Take tensors from their labels, as something else reads them; return their names."""
+        names = []
+        for label, managed in self._by_label.items():
+            left = [m for m in managed if id(m.tensor) not in ids and id(m.holder) not in ids]
+            if len(left) < len(managed):
+                names += [m.name for m in managed if m not in left]
+                self._by_label[label] = left
+                self.layer_statistics_collector.set_tensors(label, _statistics(left))
+        return names
 
     def place(self) -> None:
         """Move what stays resident to the device, and pack what leaves into host blocks."""
-        moving = {id(m.tensor) for managed in self._by_label.values() for m in managed}
-        for tensor in (*self._parameters.values(), *self._model.buffers()):
-            if id(tensor) not in moving:
-                self._keep(tensor)
-        for label, managed in self._by_label.items():
-            if managed and label not in self._cargos:
-                for m in managed:
-                    if _is_part_of_storage(m.tensor):  # packing would undo the sharing for good
-                        self._original[id(m.tensor)] = (m, m.tensor.data)
-                self._cargos[label] = self._packed(label, managed)
-                self.ledger.add("host", label, self._cargos[label].nbytes)
+        self.loader.close()
+        self._lay_out(self._by_label)
         self.loader = DirectLoader(self._device, self._cargos, self.ledger)
 
     def observed(self, tracker: ModuleTracker) -> None:
         """Give manual traps the tensors of the modules that ran in them (strategies 2 and 3)."""
-        for label, managed in tracker.tensors(self._selection.allowed.__contains__).items():
-            self.add(label, managed)
-        if not self._discover_untraced:
-            return
-        names = {label: [m.name for m in managed] for label, managed in self._by_label.items()}
-        known = {name for found in names.values() for name in found}
-        rest = [name for name in self._selection.allowed if name not in known]
-        for name, label in match_prefixes(names, rest).items():
-            self.add(label, [*self._by_label[label], *self._managed(name)])
+        names = tracker.parameters(self._selection.allowed.__contains__)
+        if self._discover_untraced:
+            known = {name for found in names.values() for name in found} | tracker.unattributable
+            rest = [name for name in self._selection.allowed if name not in known]
+            for name, label in sorted(match_prefixes(names, rest).items()):
+                names[label].append(name)
+        self.assign(names)
 
     def transfer_curve(self) -> dict[int, float]:
         """Measure copies of the largest label's size and fractions of it: bytes -> ms, median."""
+        if self._curve is not None:
+            return self._curve
         largest = max((cargo.nbytes for cargo in self._cargos.values()), default=0)
         curve: dict[int, float] = {}
         for size in sorted({max(largest // part, 1) for part in (1, 2, 4, 8)} if largest else ()):
@@ -143,17 +183,18 @@ class TensorManager:
                 times.append(self._device.elapsed(start, end))
             self._device.free(target)
             curve[size] = max(sorted(times)[2], 1e-6)
+        self._curve = curve
         return curve
 
-    def infer(self, order: list[str], budget: int | None) -> None:
+    def infer(self, order: Sequence[str], budget: int | None) -> None:
         """Plan with the timings that there are, and bring weights in by the plan from now on.
+
+        Where planning fails, everything goes on as before.
 
         Raises:
             StrategyComputeError: The budget is below what the strategy can reach.
         """
-        self.loader.close()
-        layers, _ = self.layer_statistics_collector.timed_layer_stats()
-        layers = sorted(layers, key=lambda layer: order.index(layer.label))
+        layers = self._layers(order, budget)
         strategy = self._config.load_strategy or AdaptiveStrategy(
             scale=self._config.transfer_budget_scale, n_blocks=self._config.num_blocks
         )
@@ -165,51 +206,107 @@ class TensorManager:
                 "whatever the strategy; raise max_gpu_mem_fraction or exclude less",
                 smallest_budget=self.resident_bytes + 1,
             )
-        self.plan = strategy.compute(layers, self.transfer_curve() or None, left)
-        self._apply(self.plan, [layer.label for layer in layers])
+        try:
+            plan = strategy.compute(layers, self.transfer_curve() or None, left)
+        except StrategyComputeError as error:
+            if error.smallest_budget is None or budget is None:
+                raise
+            raise StrategyComputeError(
+                f"{error} (beside {self.resident_bytes:,} bytes that stay on the device whatever "
+                f"the strategy, so of {budget:,} in all)",
+                smallest_budget=error.smallest_budget + self.resident_bytes,
+            ) from error
+        self._apply(plan, [layer.label for layer in layers])
+
+    def _layers(self, order: Sequence[str], budget: int | None) -> list[LayerStatistics]:
+        """Return the labels to plan with.
+
+        One that never ran (an expert that no token chose) stays resident, unless memory is short.
+        """
+        at = {label: i for i, label in enumerate(order)}
+        if budget is None:
+            layers, _ = self.layer_statistics_collector.timed_layer_stats()
+        else:
+            layers = self.layer_statistics_collector.get_layer_stats()
+        return sorted(layers, key=lambda layer: at.get(layer.label, math.inf))
 
     def _apply(self, plan: StrategyResult, order: list[str]) -> None:
         """Repack each label to what the plan moves; the rest of it stays on the device."""
-        moving = {label: {t.tensor_id for t in ts} for label, ts in plan.offloaded.items()}
-        cargos: dict[str, Cargo] = {}
-        for label, managed in self._by_label.items():
-            ids = moving.get(label, set())
-            goes = [m for m in managed if id(m.tensor) in ids]
-            for m in managed:
-                if id(m.tensor) not in ids:
-                    self._keep(m.tensor, owner=label)
-            self.ledger.remove("host", label)
-            if goes:
-                cargos[label] = self._packed(label, goes)
-                self.ledger.add("host", label, cargos[label].nbytes)
-        self._cargos = cargos
-        blocks = plan.block_data.label_to_block_id if plan.block_data else {}
-        sizes: dict[int, int] = {}
-        for label, cargo in cargos.items():
-            sizes[blocks[label]] = max(sizes.get(blocks[label], 0), cargo.nbytes)
-        self.loader = BlockLoader(
-            self._device, order, cargos, blocks, sizes, self.ledger, self.timeline
+        self.loader.close()
+        ids = {
+            label: {i for t in ts for i in (t.tensor_id, *t.inner_ids)}
+            for label, ts in plan.offloaded.items()
+        }
+        self._lay_out(
+            {
+                label: [m for m in managed if id(m.tensor) in ids.get(label, ())]
+                for label, managed in self._by_label.items()
+            }
         )
+        blocks = plan.block_data.label_to_block_id if plan.block_data else {}
+        blocks = {label: block for label, block in blocks.items() if label in self._cargos}
+        sizes: dict[int, int] = {}
+        for label, block in blocks.items():
+            sizes[block] = max(sizes.get(block, 0), self._cargos[label].nbytes)
+        timeline = self.timeline if self._config.enable_diagnostics else None
+        self.loader = BlockLoader(
+            self._device, order, self._cargos, blocks, sizes, self.ledger, timeline
+        )
+        self.plan = plan
+
+    def _lay_out(self, moving: Mapping[str, Sequence[Managed]]) -> None:
+        """Pack what moves, let all else stay on the device, and count both anew."""
+        goes = {id(m.tensor) for managed in moving.values() for m in managed}
+        owner = {id(m.tensor): label for label, ms in self._by_label.items() for m in ms}
+        for label in (RESIDENT, *self._by_label):
+            self.ledger.remove("device", label)
+            self.ledger.remove("host", label)
+        rooms = {_storage(c.resting[0]) for c in self._cargos.values()}
+        for tensor in self._everything():
+            if id(tensor) not in goes:
+                self._keep(tensor, owner.get(id(tensor), RESIDENT), rooms)
+        for label, managed in moving.items():
+            old = self._cargos.pop(label, None)
+            if not managed:
+                continue
+            if old is None or [id(m.tensor) for m in old.tensors] != [
+                id(m.tensor) for m in managed
+            ]:
+                for m in managed:
+                    self._remember(m.tensor)
+                old = self._pack(label, managed)
+            self._cargos[label] = old
+            self.ledger.add("host" if isinstance(old.source, Tensor) else "disk", label, old.nbytes)
 
     def release(self) -> None:
         """Put every tensor back to where it was before `place`."""
         self.loader.close()
-        for cargo in self._cargos.values():
-            for managed in cargo.tensors:
-                managed.bind(managed.tensor.data.clone())  # out of the block it shares
-        for managed, value in self._original.values():
-            managed.bind(value)
-        for tensor, device in self._moved:
-            tensor.data = tensor.data.to(device)
-        self._original.clear()
+        with torch.inference_mode(False), torch.no_grad():
+            rooms = set()
+            for cargo in self._cargos.values():
+                if isinstance(cargo.source, Tensor):
+                    rooms.add(_storage(cargo.source))
+                for managed in cargo.tensors:
+                    # Out of the block it shares with others.
+                    if id(managed.tensor) not in self._before and isinstance(cargo.source, Tensor):
+                        managed.bind(managed.tensor.data.clone())
+            for tensor, value in self._before.values():
+                if _differs(tensor, value):  # changed while it was offloaded
+                    value.copy_(tensor.data)
+                tensor.data = value
+            for tensor, device in self._moved.values():
+                if tensor.device != device:
+                    tensor.data = tensor.data.to(device)
+        self._before.clear()
         self._moved.clear()
         self._cargos.clear()
 
-    def _managed(self, path: str) -> list[Managed]:
-        return with_fields(path, self._parameters[path])
-
-    def _packed(self, label: str, managed: list[Managed]) -> Cargo:
-        cargo = pack(label, managed, None)
+    def _pack(self, label: str, managed: Sequence[Managed]) -> Cargo:
+        _, size = plan_block([m.tensor for m in managed])
+        room = new_buffer(size, torch.device("cpu"))
+        if self._config.pinned_memory:
+            room = self._device.pin(room, self._config.pinned_memory_mode)
+        cargo = pack(label, managed, room)
         if self._config.profile_mode != "torch_function":
             return cargo
         return IndirectCargo(
@@ -222,13 +319,68 @@ class TensorManager:
             self.table,
         )
 
-    def _keep(self, tensor: Tensor, owner: str = RESIDENT) -> None:
-        """Let a tensor stay on the device."""
-        if tensor.device.type not in ("meta", self._device.torch_device.type):
-            self._moved.append((tensor, tensor.device))
-            tensor.data = tensor.data.to(self._device.torch_device)
+    def _keep(self, tensor: Tensor, owner: str, rooms: set[int]) -> None:
+        """Let a tensor stay on the device, and out of host blocks that are given up."""
+        if _is_plain(tensor) and not tensor.is_meta:
+            here = self._device.torch_device
+            if tensor.device.type != here.type or _storage(tensor) in rooms:
+                self._remember(tensor)
+                with torch.inference_mode(False), torch.no_grad():
+                    tensor.data = tensor.data.to(here, copy=True)
         self.ledger.add("device", owner, tensor.numel() * tensor.element_size())
 
+    def _remember(self, tensor: Tensor) -> None:
+        """Note how a tensor was, where that cannot be told from its values."""
+        shared = self._storages[_storage(tensor)] > 1
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        if id(tensor) not in self._before and id(tensor) not in self._moved:
+            if shared or not whole:
+                self._before[id(tensor)] = (tensor, tensor.data)
+            else:
+                self._moved[id(tensor)] = (tensor, tensor.device)
 
-def _is_part_of_storage(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    def _everything(self) -> Iterator[Tensor]:
+        """Yield each parameter, buffer and tensor attached to one, once."""
+        seen: set[int] = set()
+        named = (*self._parameters.items(), *self._model.named_buffers())
+        for managed in (m for name, tensor in named for m in with_fields(name, tensor)):
+            if id(managed.tensor) not in seen:
+                seen.add(id(managed.tensor))
+                yield managed.tensor
+
+
+def _statistics(managed: Sequence[Managed]) -> list[TensorStatistics]:
+    """One entry for each tensor with those attached to it: they move together."""
+    groups: dict[int, list[Managed]] = {}
+    for m in managed:
+        groups.setdefault(id(m.holder), []).append(m)
+    return [
+        TensorStatistics(
+            tensor_id=id(group[0].tensor),
+            name=group[0].name,
+            size_bytes=sum(packed_bytes(m.tensor) for m in group),
+            inner_ids=tuple(id(m.tensor) for m in group[1:]),
+        )
+        for group in groups.values()
+    ]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's values are bytes of one storage."""
+    return tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+def _can_move(tensor: Tensor) -> bool:
+    return _is_plain(tensor) and tensor.numel() > 0
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _differs(tensor: Tensor, value: Tensor) -> bool:
+    """Whether values are not the same bytes; NaN equals itself."""
+    one, other = tensor.data.to(value.device), value
+    return not torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )

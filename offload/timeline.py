@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -122,6 +122,12 @@ class Timeline:
         current.spans.append(span)
         yield
         span.end = self._now(stream)
+
+    @contextmanager
+    def around(self, trap: AbstractContextManager[object], label: str) -> Iterator[None]:
+        """Record what is computed inside of a trap, from when its weights are there."""
+        with trap, self.span("compute", label):
+            yield
 
     def passes(self) -> list[PassRecord]:
         """Return the closed passes that are kept, as far as the device has got.

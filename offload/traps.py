@@ -45,8 +45,10 @@ class _TrapBase:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._on_exit(self.label)
-        self._carrier.exit(self.label)
+        try:
+            self._on_exit(self.label)
+        finally:
+            self._carrier.exit(self.label)
 
 
 class _TimedTrap(_TrapBase):
@@ -79,11 +81,13 @@ class _TimedTrap(_TrapBase):
         trace: TracebackType | None,
     ) -> None:
         start, end = self._starts.pop(), self._device.event(timing=True)
-        self._on_exit(self.label)
-        self._device.record(end)
-        if kind is None:  # the time of a forward that failed says nothing
-            self._record(self.label, start, end)
-        self._carrier.exit(self.label)
+        try:
+            self._on_exit(self.label)
+            self._device.record(end)
+            if kind is None:  # the time of a forward that failed says nothing
+                self._record(self.label, start, end)
+        finally:
+            self._carrier.exit(self.label)
 
 
 class WarmupTrapDirect(_TrapBase):

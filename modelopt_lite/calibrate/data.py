@@ -101,7 +101,7 @@ def _sequences(
         tokenizer = load_tokenizer(source, trust)
         return "pydoc_data.topics", text_blocks(tokenizer, calibration_text(), seq_len, size)
     if isinstance(data, str | Path):
-        return str(data), _from_file(Path(data), source, size, seq_len, trust)
+        return str(data), _from_file(Path(data).expanduser(), source, size, seq_len, trust)
     if not isinstance(data, Iterable) or isinstance(data, Mapping):
         raise CalibrationError(
             f"calib_data is {type(data)}; give a path, texts, or batches of token ids [B, T]"
@@ -198,7 +198,13 @@ def _encode_record(tokenizer: Any, record: Any, path: Path) -> Tensor:
     if isinstance(record, dict) and isinstance(record.get("text"), str):
         return _encode(tokenizer, record["text"])
     if isinstance(record, dict) and isinstance(record.get("messages"), list):
-        text = tokenizer.apply_chat_template(record["messages"], tokenize=False)
+        try:
+            text = tokenizer.apply_chat_template(record["messages"], tokenize=False)
+        except Exception as error:  # no template, or whatever the template's own code raises
+            raise CalibrationError(
+                f"the tokenizer's chat template does not take a sample of {path} "
+                f"({str(record)[:80]!r}): {error}; give texts instead"
+            ) from error
         return _encode(tokenizer, text, special=False)
     raise CalibrationError(
         f'a sample of {path} is {str(record)[:80]!r}; give texts, or objects with "text" or '

@@ -55,7 +55,7 @@ def load_recipe(recipe: str | Path | Recipe, *, kv_cache: str | None = None) -> 
         RecipeError: No such preset or file, or a key or value that means nothing.
     """
     if not isinstance(recipe, Recipe):
-        path = Path(recipe)
+        path = Path(recipe).expanduser()
         if path.suffix in {".yaml", ".yml"}:
             recipe = _read(path)
         else:
@@ -114,8 +114,10 @@ def parse_recipe(data: dict[str, Any], *, where: str) -> Recipe:
     for key in ("name", "kv_cache", "description"):
         if not isinstance(data.get(key, ""), str | None):
             raise RecipeError(f"{where}: {key} must be text, got {data[key]!r}")
-    if not data.get("name"):
-        raise RecipeError(f"{where}: name must be text that is not empty, got {data.get('name')!r}")
+    if not data.get("name") or "/" in data["name"]:  # it ends the name of the export's folder
+        raise RecipeError(
+            f"{where}: name must be text that is not empty and has no /, got {data.get('name')!r}"
+        )
     return Recipe(**{**data, **lists})
 
 

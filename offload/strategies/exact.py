@@ -11,7 +11,8 @@ so that the same problem gives the same answer.
 
 Exact means: the optimum over all subsets of tensors, to ``GAP`` of the compute time, for the given
 assignment, where the model's labels have at most ``BINARIES`` levels together. Beyond that, labels
-keep the levels around those of a good choice found before, and none and all.
+keep the levels around those of a good choice found before, and none and all; and beyond
+``BINARIES`` labels the program is left out, for it would find little in the time it takes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 from modelopt_lite.offload.simulate import NO_BLOCK
 from modelopt_lite.offload.strategies.problem import MIB, Choice, Problem
+from modelopt_lite.offload.strategies.quiet import quiet_solver
 
 GAP = 1e-6
 BINARIES = 64
@@ -32,6 +34,11 @@ _NODES = 2000
 _NODES_CUT = 40  # where levels had to be left out the last bit of proof is worth less
 _LAPS = 3  # earlier users of a block that a copy looks at; all in small models
 _SMALL = 8
+
+
+def worthwhile(problem: Problem) -> bool:
+    """Whether a program of the problem can be solved in reasonable time."""
+    return 0 < len(problem.active) <= BINARIES
 
 
 class _Rows:
@@ -212,13 +219,14 @@ class Program:
             (self.rows.val, (self.rows.row, self.rows.col)), shape=(len(self.rows.low), n)
         )
         nodes = _NODES if self.complete else _NODES_CUT
-        answer: Any = milp(
-            cost,
-            integrality=integrality,
-            bounds=Bounds(low, high),
-            constraints=LinearConstraint(matrix, np.array(self.rows.low), np.inf),
-            options={"node_limit": nodes, "mip_rel_gap": 0.0},
-        )
+        with quiet_solver():
+            answer: Any = milp(
+                cost,
+                integrality=integrality,
+                bounds=Bounds(low, high),
+                constraints=LinearConstraint(matrix, np.array(self.rows.low), np.inf),
+                options={"node_limit": nodes, "mip_rel_gap": 0.0},
+            )
         return None if answer.x is None else self._choice(answer.x)
 
     def _cost(self, total: float) -> Any:

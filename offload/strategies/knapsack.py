@@ -9,7 +9,7 @@ from typing import Literal
 from modelopt_lite.offload.stats import LayerStatistics
 from modelopt_lite.offload.strategies.assignment import StrictRoundRobinAssignment
 from modelopt_lite.offload.strategies.base import StrategyResult
-from modelopt_lite.offload.strategies.exact import Program
+from modelopt_lite.offload.strategies.exact import Program, worthwhile
 from modelopt_lite.offload.strategies.problem import Choice, Problem, Request
 from modelopt_lite.offload.strategies.search import (
     block_counts,
@@ -73,8 +73,8 @@ class KnapsackStrategy:
         """Return the best choice for a problem whose budget can be met."""
         alike = self.group_size > 1
         best = good_start(problem, self.n_blocks, fixed=alike)
-        if not problem.active:
-            return best
+        if not worthwhile(problem):
+            return improve(problem, best, self.n_blocks, fixed=alike)
         full = [len(levels) - 1 for levels in problem.levels]
         for count in block_counts(problem, self.n_blocks):
             blocks = with_blocks(problem, full, StrictRoundRobinAssignment(), count).blocks

@@ -10,7 +10,7 @@ from modelopt_lite.offload.simulate import NO_BLOCK
 from modelopt_lite.offload.stats import LayerStatistics
 from modelopt_lite.offload.strategies.assignment import OptimizedRoundRobinAssignment
 from modelopt_lite.offload.strategies.base import StrategyResult
-from modelopt_lite.offload.strategies.exact import Program
+from modelopt_lite.offload.strategies.exact import Program, worthwhile
 from modelopt_lite.offload.strategies.global_offload import GlobalOffloadStrategy
 from modelopt_lite.offload.strategies.knapsack import KnapsackStrategy, check_blocks
 from modelopt_lite.offload.strategies.problem import Choice, Problem, Request
@@ -105,9 +105,7 @@ class GlobalTensorSelectionStrategy:
         ]
         if len(problem.active) <= _ALL_SHARINGS:
             candidates += _sharings(problem, self.n_blocks)
-        for blocks in dict.fromkeys(candidates):
-            if set(blocks) == {NO_BLOCK}:
-                continue
+        for blocks in dict.fromkeys(candidates if worthwhile(problem) else []):
             answer = Program(problem, blocks, near=best).solve(better_than=problem.best(found))
             if answer is not None:
                 found.append(answer)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from modelopt_lite.offload.strategies import (
+    AssignmentStrategy,
     OptimizedRoundRobinAssignment,
     StrictRoundRobinAssignment,
 )
@@ -21,12 +22,12 @@ DATA: dict[str, Any] = json.loads(
 def test_assignment_vectors(
     sizes: list[int], n_blocks: int, assignment: str, expected: list[int]
 ) -> None:
-    assigner = {
+    assigners: dict[str, AssignmentStrategy] = {
         "Strict": StrictRoundRobinAssignment(),
         "Optimized(2,4)": OptimizedRoundRobinAssignment(2, 4),
         "Optimized(3,4)": OptimizedRoundRobinAssignment(),
-    }[assignment]
-    assert assigner.assign(sizes, n_blocks) == expected
+    }
+    assert assigners[assignment].assign(sizes, n_blocks) == expected
 
 
 def test_assignment_edges() -> None:

@@ -353,3 +353,10 @@ def test_labels_and_tensors_are_given_once() -> None:
 
 def test_strategies_follow_the_protocol() -> None:
     assert all(isinstance(strategy, Strategy) for strategy in STRATEGIES.values())
+
+
+def test_large_models_are_planned_without_the_program() -> None:
+    stats = layers(*[(1.0, [8 * MIB, 4 * MIB])] * 70)
+    result = KnapsackStrategy().compute(stats, MEMORY, total(stats) // 2)
+    consistent(stats, result, total(stats) // 2)
+    assert result.prediction.overhead < 0.01

@@ -1,0 +1,388 @@
+"""The disk tier: a model whose weights rest in the checkpoint's own files.
+
+`open_from_disk` builds a model without weights and lets its parameters rest in place: those that
+the file holds as the model wants them are views of the mapped file, the others are read on demand
+(`LazyParameter`). No second copy is made on disk or in memory, and nothing is read before it is
+used. A unit that is offloaded has its bytes read straight from the files into its block.
+"""
+
+from __future__ import annotations
+
+import inspect
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from modelopt_lite.checkpoint import TensorInfo
+from modelopt_lite.checkpoint.dequant import DequantizedSource, Source, model_dtype, open_source
+from modelopt_lite.checkpoint.fill import read_entries
+from modelopt_lite.checkpoint.names import NameMap, TensorGroup, map_names
+from modelopt_lite.errors import CheckpointError
+from modelopt_lite.offload.cargo import view_of
+from modelopt_lite.offload.device import as_bytes
+from modelopt_lite.offload.lazyparam import LazyParameter
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_ATTRIBUTE = "_modelopt_lite_disk"
+_PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor's place in a block, and where its bytes come from: the disk, or memory."""
+
+    offset: int
+    like: Tensor
+    target: str
+    group: TensorGroup | None
+    position: tuple[str, int]  # file and byte, so that a disk is read forward
+
+
+class BlockSource:
+    """All bytes of one block, read from the checkpoint's files: a `DiskSource`."""
+
+    def __init__(self, source: Source, parts: Sequence[_Part]) -> None:
+        self._source = source
+        self._parts = list(parts)
+        self._by_group = self._grouped()
+
+    def read_into(self, dst: Tensor, /) -> None:
+        """Fill a block, uint8 [B] in host memory; each tensor on disk is read once.
+
+        Raises:
+            CheckpointError: A file cannot be read, or was changed.
+        """
+        for parts in self._by_group:
+            views = {part.target: view_of(dst, part.offset, part.like) for part in parts}
+            group = parts[0].group
+            if group is None:
+                np.copyto(as_bytes(views[parts[0].target]).numpy(), as_bytes(parts[0].like).numpy())
+            else:
+                read_entries(group, self._source.read, views, keep=_drop)
+
+    def take_from_memory(self, index: int) -> None:
+        """From now on copy the tensor of an index from where it rests, as its values changed."""
+        self._parts[index] = replace(self._parts[index], group=None, position=("", index))
+        self._by_group = self._grouped()
+
+    def _grouped(self) -> list[list[_Part]]:
+        """Parts by what is read at once, in the order of the disk."""
+        found: dict[int, list[_Part]] = {}
+        for part in sorted(self._parts, key=lambda part: part.position):
+            found.setdefault(id(part.group or part), []).append(part)
+        return list(found.values())
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A parameter that rests on disk. The parameter is kept, so that its id stays its own."""
+
+    parameter: nn.Parameter
+    target: str
+    group: TensorGroup
+    position: tuple[str, int]
+    pointer: int
+    version: int
+
+
+@dataclass(slots=True)
+class DiskWeights:
+    """Where a model's weights lie on disk.
+
+    Attributes:
+        source: The checkpoint; its ``bytes_read`` and ``reads`` count what was read, by name on
+            disk. What is read through a mapped file is not counted.
+    """
+
+    source: Source
+    _entries: dict[int, _Entry] = field(default_factory=dict)
+
+    def covers(self, tensor: Tensor) -> bool:
+        """Whether a tensor's values can be read from disk: it rests there, unchanged."""
+        entry = self._entries.get(id(tensor))
+        if entry is None:
+            return False
+        if isinstance(tensor, LazyParameter):
+            return tensor.at_rest
+        same = tensor.data_ptr() == entry.pointer and tensor._version == entry.version
+        return same and not _written(tensor)
+
+    def block(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> BlockSource:
+        """Return the source of a block.
+
+        Args:
+            tensors: In the order of the offsets, at rest. What `covers` does not know is copied
+                from memory.
+            offsets: Bytes from the beginning of the block.
+        """
+        parts = []
+        for at, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
+            entry = self._entries[id(tensor)] if self.covers(tensor) else None
+            if entry is None:
+                parts.append(_Part(offset, tensor.detach(), f"#{at}", None, ("", at)))
+            else:
+                like = self.resting(tensor)
+                parts.append(_Part(offset, like, entry.target, entry.group, entry.position))
+        return BlockSource(self.source, parts)
+
+    def resting(self, tensor: Tensor) -> Tensor:
+        """Return the data that a tensor has at rest, without reading it."""
+        return tensor.resting if isinstance(tensor, LazyParameter) else tensor.detach()
+
+    def load(self, tensor: Tensor) -> Tensor:
+        """Read a tensor's values into new memory."""
+        entry = self._entries[id(tensor)]
+        like = self.resting(tensor)
+        value = torch.empty(like.shape, dtype=like.dtype)
+        read_entries(entry.group, self.source.read, {entry.target: value}, keep=_drop)
+        return value
+
+    def drop_cache(self) -> None:
+        """Ask the system to forget the files' pages, so that the next read is from the disk."""
+        base = self.source.base if isinstance(self.source, DequantizedSource) else self.source
+        for path in base.files:
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the files; a later read opens them again."""
+        self.source.close()
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """A copy of the model, and a pickled one, has its weights in memory."""
+        return _nowhere, ()
+
+
+def disk_weights(model: nn.Module) -> DiskWeights | None:
+    """Return where the weights of a model from `open_from_disk` lie; None for any other model."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, DiskWeights) else None
+
+
+def open_from_disk(
+    model: Model | Callable[..., Model],
+    folder: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Model:
+    """Build a model whose weights stay in the files of a checkpoint.
+
+    The model runs as it is, reading through the page cache; `offload` is what reads ahead and keeps
+    memory bounded. The files must not change while the model lives.
+
+    Args:
+        model: A class of transformers, built from the folder's config; any function without
+            arguments that returns a module; or a module on the meta device, which is filled in
+            place (its buffers must be real).
+        folder: With ``config.json`` (for other models than transformers', ``{}`` will do) and
+            safetensors files.
+        dtype: Of a transformers model. None: what its config says.
+
+    Returns:
+        The model, in eval mode, no parameter with a gradient. Its ``state_dict`` has the true
+        values at all times.
+
+    Raises:
+        CheckpointError: Files are missing or damaged, or hold another model's weights.
+    """
+    source = open_source(Path(folder))
+    built: Any = model if isinstance(model, nn.Module) else _build(model, source, dtype)
+    with _declared_ties(built):
+        names = map_names(built, {name: info.shape for name, info in source.tensors.items()})
+    weights = DiskWeights(source)
+    _Filler(built, source, names, weights).fill()
+    built.__dict__[_ATTRIBUTE] = weights
+    built.requires_grad_(False)
+    built.eval()
+    return built  # type: ignore[no-any-return]
+
+
+class _Filler:
+    """Puts parameters at rest on disk in the place of those on meta."""
+
+    def __init__(
+        self, model: nn.Module, source: Source, names: NameMap, weights: DiskWeights
+    ) -> None:
+        self._model = model
+        self._source = source
+        self._names = names
+        self._weights = weights
+        self._files: dict[Path, np.ndarray[Any, np.dtype[np.uint8]]] = {}
+        self._made: dict[str, nn.Parameter] = {}
+
+    def fill(self) -> None:
+        """Fill every entry of the state, tied ones with one parameter."""
+        state = self._model.state_dict(keep_vars=True)
+        for name, blank in state.items():
+            target = self._names.resolve(name)
+            group = self._names.by_target.get(target)
+            path, _, leaf = name.rpartition(".")
+            module = self._model.get_submodule(path)
+            if group is None:
+                if blank.device.type == "meta":
+                    raise CheckpointError(f"no tensor of the checkpoint gives {name!r}")
+            elif isinstance(blank, nn.Parameter):
+                if target not in self._made:
+                    self._made[target] = self._parameter(target, blank, group)
+                module._parameters[leaf] = self._made[target]
+            else:
+                value = torch.empty(blank.shape, dtype=blank.dtype)
+                read_entries(group, self._source.read, {target: value}, keep=_drop)
+                module._buffers[leaf] = value
+        self._check_buffers()
+
+    def _parameter(self, target: str, blank: nn.Parameter, group: TensorGroup) -> nn.Parameter:
+        info = self._source.tensors[group.sources[0]]
+        position = (str(info.file), info.start)
+        source = self._source
+        view = self._view(info, blank, group)
+        made: nn.Parameter
+        if view is not None:
+            made = nn.Parameter(view, requires_grad=False)
+        else:
+
+            def read(out: Tensor) -> None:
+                read_entries(group, source.read, {target: out}, keep=_drop)
+
+            made = LazyParameter.make(blank.shape, blank.dtype, read)
+        pointer = 0 if view is None else made.data_ptr()
+        self._weights._entries[id(made)] = _Entry(
+            made, target, group, position, pointer, made._version
+        )
+        return made
+
+    def _view(self, info: TensorInfo, blank: Tensor, group: TensorGroup) -> Tensor | None:
+        """Return the file's own bytes as a tensor, where they are what the model wants."""
+        as_it_is = group.convert is None and len(group.pieces) == 1 and not group.pieces[0].region
+        decoded = isinstance(self._source, DequantizedSource) and info.name in self._source.encoded
+        aligned = info.start % info.dtype.itemsize == 0
+        same = info.dtype == blank.dtype and info.shape == tuple(blank.shape)
+        if not (as_it_is and aligned and same) or decoded or not info.numel:
+            return None
+        raw = self._mapped(info.file)[info.start : info.end]
+        return torch.from_numpy(raw).view(info.dtype).view(info.shape)
+
+    def _mapped(self, path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Map a file: private, so that a change in memory never reaches the disk."""
+        if path not in self._files:
+            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+            with path.open("rb") as file:
+                self._files[path] = np.frombuffer(mmap.mmap(file.fileno(), 0, flags), np.uint8)
+        return self._files[path]
+
+    def _check_buffers(self) -> None:
+        for name, buffer in self._model.named_buffers():
+            if buffer.device.type == "meta":
+                raise CheckpointError(
+                    f"the buffer {name!r} is on the meta device and no tensor of the checkpoint "
+                    "gives it; build the model with accelerate.init_empty_weights("
+                    "include_buffers=False), or give open_from_disk the class"
+                )
+
+
+def _build(model: Callable[..., Model], source: Source, dtype: torch.dtype | None) -> Model:
+    """Build a model with its parameters on meta."""
+    with parameters_on_meta():
+        if not hasattr(model, "_from_config") and not hasattr(model, "from_config"):
+            made = model()
+        else:
+            dtype = dtype or model_dtype(source.config)
+            config = _transformers_config(model, source)
+            build = getattr(model, "_from_config", None) or model.from_config  # type: ignore[attr-defined]
+            made = build(config, dtype=dtype)
+    return made
+
+
+def _transformers_config(model: Any, source: Source) -> Any:
+    config_class = getattr(model, "config_class", None)
+    if config_class is not None:
+        return config_class.from_dict(source.config)
+    from transformers import AutoConfig
+
+    fields = dict(source.config)
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Let modules that are made inside have their parameters on meta; buffers are real.
+
+    ``accelerate.init_empty_weights(include_buffers=False)`` does the same but for a parameter that
+    two modules share, which it makes two of.
+    """
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and param.device.type != "meta":
+            arguments = {"requires_grad": param.requires_grad}
+            kept = {k: v for k, v in vars(param).items() if k in _accepted(type(param))}
+            made = type(param)(param.to("meta"), **arguments, **kept)
+            self._parameters[name] = made
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _accepted(kind: type) -> set[str]:
+    return set(inspect.signature(kind.__new__).parameters) - {"cls", "data", "requires_grad"}
+
+
+@contextmanager
+def _declared_ties(model: nn.Module) -> Iterator[None]:
+    """Tell `map_names` of parameters that a model other than transformers' has under two names."""
+    if hasattr(model, "all_tied_weights_keys") or hasattr(model, "_tied_weights_keys"):
+        yield
+        return
+    first: dict[int, str] = {}
+    ties = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            ties[name] = known
+    model.__dict__["all_tied_weights_keys"] = ties
+    try:
+        yield
+    finally:
+        del model.__dict__["all_tied_weights_keys"]
+
+
+def _nowhere() -> None:
+    """Return what a copied model has in the place of `DiskWeights`."""
+
+
+def _drop(name: str, value: Tensor) -> None:
+    """Ignore a tensor that `read_entries` shows."""
+
+
+def _written(tensor: Tensor) -> bool:
+    """Whether memory of a mapped tensor was written to: its pages are then the process's own.
+
+    Where the system does not tell (Linux's /proc/self/pagemap does, bit 61), the tensor's version
+    is all there is to go by.
+    """
+    if not tensor.numel():
+        return False
+    first = tensor.data_ptr() // _PAGE
+    count = (tensor.data_ptr() + tensor.nbytes - 1) // _PAGE - first + 1
+    try:
+        with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+            file.seek(first * 8)
+            flags = np.frombuffer(file.read(count * 8), np.uint64)
+    except OSError:
+        return False
+    there = (flags >> np.uint64(62)) > 0  # present or swapped
+    of_file = (flags >> np.uint64(61)) & np.uint64(1)
+    return bool((there & (of_file == 0)).any())

@@ -1,0 +1,171 @@
+"""What offloading changes in a model, and how each change is undone."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from modelopt_lite.errors import OffloadError
+
+log = logging.getLogger("modelopt_lite.offload")
+
+CompileFn = Callable[[nn.Module], Callable[..., Any]]
+OpenTrap = Callable[[str], AbstractContextManager[object]]
+
+_HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+_REFUSED = ("_apply", "__deepcopy__", "__reduce_ex__")
+
+
+class Patches:
+    """Changes of one model. `undo` takes them back, last first."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def undo(self) -> None:
+        """Leave the model as it was."""
+        while self._undo:
+            self._undo.pop()()
+
+    def on_undo(self, call: Callable[[], object]) -> None:
+        """Add something to undo."""
+        self._undo.append(call)
+
+    def wrap_forward(
+        self, path: str, module: nn.Module, trap: OpenTrap, compile_fn: CompileFn | None = None
+    ) -> None:
+        """Run a unit's forward inside of its trap; seed 002 names the marks.
+
+        Raises:
+            OffloadError: Another manager has patched it.
+        """
+        if "_ft_offload_name" in module.__dict__:
+            raise OffloadError(
+                f"{path!r} is offloaded by another manager already; release() that one first"
+            )
+        own, original = module.__dict__.get("forward"), module.forward
+        run = original if compile_fn is None else _compiled(path, module, compile_fn)
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _Opened(trap, path):
+                result = run(*args, **kwargs)
+            if torch.is_grad_enabled():
+                _refuse_gradients(path, result)
+            return result
+
+        # The frame itself cannot be compiled; what it calls still is.
+        module.forward = torch._dynamo.decorators.skip(forward)
+        module._ft_original_forward_func = original  # type: ignore[assignment]
+        module._ft_offload_name = path  # type: ignore[assignment]
+
+        def undo() -> None:
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.forward = own
+            del module._ft_original_forward_func, module._ft_offload_name
+
+        self._undo.append(undo)
+
+    def guard(self, model: nn.Module) -> None:
+        """Refuse what would move or copy weights behind the manager's back."""
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise OffloadError(
+                "the model is offloaded: release() it before moving, casting or copying it"
+            )
+
+        for module in model.modules():
+            for name in _REFUSED:
+                self._set(module.__dict__, name, refuse)
+
+    def _set(self, namespace: dict[str, Any], name: str, value: object) -> None:
+        missing = object()
+        before = namespace.get(name, missing)
+        namespace[name] = value
+
+        def undo() -> None:
+            if before is missing:
+                namespace.pop(name, None)
+            else:
+                namespace[name] = before
+
+        self._undo.append(undo)
+
+
+class _Opened:
+    """A trap that is opened and closed uncompiled, with all that this calls."""
+
+    def __init__(self, trap: OpenTrap, path: str) -> None:
+        self._trap = trap
+        self._path = path
+
+    @torch.compiler.disable
+    def __enter__(self) -> None:
+        self._open = self._trap(self._path)
+        self._open.__enter__()
+
+    @torch.compiler.disable
+    def __exit__(self, *details: Any) -> None:
+        self._open.__exit__(*details)
+
+
+def _refuse_gradients(path: str, result: object) -> None:
+    """Let a backward pass fail where it would go through weights that are gone."""
+
+    def refuse(gradient: Tensor) -> None:
+        raise OffloadError(
+            f"gradients are wanted through {path!r}, whose weights are gone by now; an offloaded "
+            "model is for inference: run it under torch.no_grad()"
+        )
+
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(refuse)
+
+
+def _compiled(path: str, module: nn.Module, compile_fn: CompileFn) -> Callable[..., Any]:
+    """Return what `compile_fn` makes of a unit; where that fails, the unit itself, uncompiled.
+
+    It gets a twin: the same parameters and children, with the original forward and no hooks, which
+    the unit itself runs.
+    """
+    twin: nn.Module = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    for name in _HOOKS:
+        twin.__dict__[name] = type(module.__dict__[name])()
+    original = module.forward
+    try:
+        made = compile_fn(twin)
+    except Exception:
+        log.exception("compile_fn failed for %r; the unit runs uncompiled", path)
+        return original
+    working = True
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal working
+        if working:
+            twin.training = module.training
+            try:
+                return made(*args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException:
+                log.exception("%r cannot be compiled; the unit runs uncompiled", path)
+                working = False
+        return original(*args, **kwargs)
+
+    return run

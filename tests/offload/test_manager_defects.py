@@ -1,0 +1,325 @@
+"""Faults that runtimes of this kind are known for, and what must hold beside the outputs."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle import QUICK, Everything, Stack, assert_same, offloaded, snapshot
+from torch import nn
+
+from modelopt_lite.errors import OffloadConfigError, OffloadError, StrategyComputeError
+from modelopt_lite.offload import HostDevice, OffloadConfig, OffloadManager, Phase
+from modelopt_lite.offload.ledger import BLOCKS
+from modelopt_lite.offload.simdevice import SimDevice
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def fail(self: object) -> None:
+    raise ArithmeticError
+
+
+IDS = torch.arange(10).view(2, 5)
+
+
+def phases(model: nn.Module, manager: OffloadManager) -> Iterator[Phase]:
+    """Run passes until INFERENCE and one more, yielding in between."""
+    while manager.phase is not Phase.INFERENCE:
+        yield manager.phase
+        with torch.no_grad():
+            model(IDS)
+    yield manager.phase
+    with torch.no_grad():
+        model(IDS)
+    yield manager.phase
+
+
+def test_true_weights_in_every_phase() -> None:
+    model = Stack(5)
+    values = copy.deepcopy(model.state_dict())
+    seen = set()
+    with offloaded(model, load_strategy=Everything(2)) as manager:
+        for phase in phases(model, manager):
+            seen.add(phase)
+            assert_same(dict(model.state_dict()), dict(values))
+            file = io.BytesIO()
+            torch.save(model.state_dict(), file)
+            file.seek(0)
+            assert_same(dict(torch.load(file)), dict(values))
+            assert_same(copy.deepcopy(model.layers[0].up.weight).data, values["layers.0.up.weight"])
+    assert seen == {Phase.DISCOVERY, Phase.PROFILING, Phase.INFERENCE}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        copy.deepcopy,
+        copy.copy,
+        lambda model: model.to("cpu", torch.float64),
+        lambda model: model.half(),
+        lambda model: model.double(),
+        lambda model: model.layers[1].half(),
+        lambda model: model.layers[1].up.to(torch.float64),
+        lambda model: copy.deepcopy(model.layers),
+        lambda model: copy.deepcopy(model.layers[1].up),
+        lambda model: nn.ModuleList([model]).half(),
+        lambda model: copy.deepcopy(nn.ModuleList([model])),
+        lambda model: torch.save(model, io.BytesIO()),
+    ],
+)
+def test_moving_and_copying_is_refused(change: Any) -> None:
+    model = Stack(3)
+    with offloaded(model, load_strategy=Everything(2)) as manager:
+        for _ in phases(model, manager):
+            with pytest.raises(OffloadError, match="release"):
+                change(model)
+    copy.deepcopy(model).half()
+
+
+def test_release_after_failures_in_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack(3)
+    before = snapshot(model)
+    for place in ("place", "own_units"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                f"modelopt_lite.offload.tensors.TensorManager.{place}",
+                fail,
+            )
+            manager = OffloadManager(device=HostDevice())
+            with pytest.raises(ArithmeticError):
+                manager.offload(model, OffloadConfig(**QUICK))
+        assert manager.phase is Phase.NOT_INITIALIZED
+        assert_same(snapshot(model), before)
+    with monkeypatch.context() as patch:
+        patch.setattr(OffloadManager, "_begin", fail)
+        with pytest.raises(ArithmeticError):
+            manager.offload(model, OffloadConfig(**QUICK))
+    assert_same(snapshot(model), before)
+    with offloaded(model, load_strategy=Everything()):
+        model(IDS)
+
+
+def test_release_keeps_hooks_and_forwards_of_the_user() -> None:
+    model, seen = Stack(3), []
+    model.register_forward_hook(lambda *_: seen.append("root"))
+    model.layers[1].register_forward_pre_hook(lambda *_: seen.append("unit"))
+    own = model.layers[0].forward
+    model.layers[0].forward = own
+    replaced = model.layers[0].forward
+    hooks = dict(model._forward_hooks)
+    manager = OffloadManager(device=HostDevice())
+    manager.offload(model, OffloadConfig(**QUICK, load_strategy=Everything()))
+    for _ in range(5):
+        model(IDS)
+    assert seen == ["unit", "root"] * 5
+    manager.release()
+    assert model.layers[0].forward is replaced
+    assert dict(model._forward_hooks) == hooks
+    assert not hasattr(model.layers[0], "_ft_offload_name")
+    model(IDS)
+
+
+def test_release_in_every_phase_gives_memory_back() -> None:
+    for passes in range(6):
+        model = Stack(3)
+        with torch.no_grad():
+            before = model(IDS)
+            with offloaded(model, SimDevice(1 << 20), load_strategy=Everything(2)):
+                for _ in range(passes):
+                    model(IDS)
+            assert_same(model(IDS), before)
+        for parameter in model.parameters():
+            size = parameter.numel() * parameter.element_size()
+            assert parameter.untyped_storage().nbytes() == size  # no block kept alive
+
+
+def test_the_ledger_knows_every_byte() -> None:
+    model = Stack(4)
+    total = sum(p.numel() * 4 for p in model.parameters())
+    with torch.no_grad():
+        keep = Everything(2, keep=lambda name: name.endswith("bias"))
+        with offloaded(model, SimDevice(1 << 22), load_strategy=keep) as manager:
+            for _ in range(5):
+                model(IDS)
+            ledger = manager.get_tensor_manager().ledger
+            usage = manager.get_gpu_memory_usage()
+            assert usage.blocks_bytes == ledger.held(BLOCKS)["device"] == manager._device.used
+            moving = sum(
+                m.tensor.nbytes
+                for cargo in manager.get_tensor_manager()._cargos.values()
+                for m in cargo.tensors
+            )
+            assert usage.unmapped_tensors_bytes == total - moving
+            assert usage.total_mb * 2**20 == usage.total_bytes
+
+
+def test_a_container_is_streamed_through_its_children() -> None:  # defect 5
+    model = Stack(3)
+    with offloaded(model, include_patterns=["*"], load_strategy=Everything()) as manager:
+        assert [path for path, _ in manager.offload_units()] == [
+            *("embed", "layers.0", "layers.1", "layers.2", "norm", "head"),
+        ]
+        for _ in range(5):
+            model(IDS)
+        assert manager.get_tensor_manager().loader.counts.copies > 0
+
+
+def test_parameters_in_no_unit_are_resident() -> None:  # defect 6
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(4))
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x * self.scale
+
+    model = Flat()
+    with offloaded(model, load_strategy=Everything()) as manager:
+        tensors = manager.get_tensor_manager()
+        assert tensors.resident_bytes == 16
+        for _ in range(5):
+            model(torch.rand(2, 4))
+        assert manager.resident_units() == ()
+
+
+def test_a_wrong_transfer_mode_is_refused_at_once() -> None:  # defect 7
+    with pytest.raises(OffloadConfigError, match="transfer_mode"):
+        OffloadConfig(transfer_mode="allocation_block")
+
+
+def test_copy_times_know_bytes_not_shapes() -> None:  # defect 8
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).to(torch.float64).float())
+    model[1].weight.data = model[1].weight.data.clone()
+    with offloaded(model, load_strategy=Everything()) as manager:
+        for _ in range(4):
+            model(torch.rand(2, 8))
+        curve = manager.get_tensor_manager().transfer_curve()
+        assert all(isinstance(size, int) for size in curve)
+        assert len(curve) == 4
+
+
+def test_a_model_that_is_compiled_is_refused() -> None:
+    compiled = torch.compile(Stack(2), backend="eager")
+    with pytest.raises(OffloadError, match="compile"):
+        OffloadManager().offload(compiled, OffloadConfig(**QUICK))
+
+
+def test_a_model_on_meta_is_refused() -> None:
+    with torch.device("meta"):
+        model = Stack(2)
+    with pytest.raises(OffloadError, match="meta"):
+        OffloadManager(device=HostDevice()).offload(model, OffloadConfig(**QUICK))
+    assert "forward" not in model.layers[0].__dict__
+
+
+def test_nothing_to_offload_is_an_error() -> None:
+    for fields in ({"include_patterns": ["nowhere.*"]}, {"exclude_patterns": ["*"]}):
+        with pytest.raises(OffloadError, match="nothing is offloaded"):
+            OffloadManager(device=HostDevice()).offload(Stack(2), OffloadConfig(**QUICK, **fields))
+
+
+def test_another_thread_is_refused() -> None:
+    model, errors = Stack(2), []
+    with offloaded(model, load_strategy=Everything()) as manager:
+
+        def other() -> None:
+            for call in (lambda: model(IDS), manager.update_state):
+                try:
+                    call()
+                except OffloadError as error:
+                    errors.append(str(error))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert len(errors) == 2
+        assert all("thread" in error for error in errors)
+
+
+def test_passes_that_bypass_the_model_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = Stack(2)
+    with offloaded(model, load_strategy=Everything()) as manager:
+        with caplog.at_level(logging.WARNING, "modelopt_lite.offload"):
+            for _ in range(5):
+                model.layers[0](torch.rand(2, 16))
+        assert caplog.text.count("update_state()") == 1
+        for _ in range(3):
+            model.layers[0](torch.rand(2, 16))
+            manager.update_state()
+        assert manager.phase is Phase.INFERENCE
+
+
+def test_an_order_never_seen_is_slower_and_right() -> None:  # defect 2
+    model = Stack(4)
+    with torch.no_grad():
+        model.order = [3, 1]
+        expected = model(IDS)
+        model.order = None
+        with offloaded(model, load_strategy=Everything(2)) as manager:
+            for _ in range(5):
+                model(IDS)
+            counts = manager.get_tensor_manager().loader.counts
+            misses = counts.misses
+            model(IDS)
+            assert counts.misses == misses
+            model.order = [3, 1]
+            assert_same(model(IDS), expected)
+            assert counts.misses > misses
+
+
+def test_a_copy_that_fails_is_raised_once_and_tried_again() -> None:
+    model = Stack(3)
+    with torch.no_grad():
+        before = model(IDS)
+        for device in (HostDevice(), SimDevice(1 << 20)):
+            manager = OffloadManager(device=device)
+            manager.offload(model, OffloadConfig(**QUICK, load_strategy=Everything(2)))
+            for _ in range(4):
+                model(IDS)
+            cargo = manager._tensor_manager.loader._cargos["layers.1"]
+
+            class Broken:
+                def read_into(self, dst: torch.Tensor) -> None:
+                    raise OSError("the disk is gone")
+
+            source = cargo.source
+            object.__setattr__(cargo, "source", Broken())
+            run = [lambda: model(IDS)] * 3
+            with pytest.raises(OSError, match="disk is gone"):
+                [call() for call in run]
+            object.__setattr__(cargo, "source", source)
+            for _ in range(3):
+                assert_same(model(IDS), before)
+            manager.release()
+            device.close()
+            assert_same(model(IDS), before)
+
+
+def test_blocks_that_do_not_fit_leave_the_old_state() -> None:
+    model = Stack(3)
+    biggest = max(sum(p.nbytes for p in layer.parameters()) for layer in model.layers)
+    device = SimDevice(biggest + 1024)
+    manager = OffloadManager(device=device)
+    manager.offload(model, OffloadConfig(**QUICK, load_strategy=Everything(3)))
+    with torch.no_grad():
+        expected = Stack.forward(model, IDS)
+        model(IDS)
+        for _ in range(2):
+            with pytest.raises((torch.OutOfMemoryError, StrategyComputeError)):
+                [model(IDS) for _ in range(2)]
+        manager.release()
+        assert device.used == 0
+        assert_same(model(IDS), expected)

@@ -1,0 +1,186 @@
+"""Random models, orders and strategies on the simulated device: no read too early, none too late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import QUICK, Everything, assert_same, offloaded
+from torch import Tensor, nn
+
+from modelopt_lite.errors import StrategyComputeError
+from modelopt_lite.offload import OffloadConfig, OffloadManager, Phase, simulate
+from modelopt_lite.offload.simdevice import SimDevice
+from modelopt_lite.offload.strategies import GreedyStrategy, NthLayerStrategy
+
+FEW = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class Chain(nn.Module):
+    """Elementwise layers of given sizes, in an order of their own."""
+
+    def __init__(self, sizes: list[int], calls: dict[int, int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(size) for size in sizes)
+        for caller, called in calls.items():
+            self.layers[caller].other = [self.layers[called]] if caller > called else []
+        self.order: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.order:
+            x = self.layers[i](x)
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size))
+        self.bias = nn.Parameter(torch.rand(3))
+        self.other: list[nn.Module] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for other in self.other:
+            x = other(x)
+        return x * self.weight.mean() + self.bias
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    count = draw(st.integers(1, 6))
+    some = st.lists(st.integers(0, count - 1), max_size=7)
+    return {
+        "sizes": draw(st.lists(st.integers(1, 700), min_size=count, max_size=count)),
+        "calls": draw(st.dictionaries(*[st.integers(0, count - 1)] * 2, max_size=2)),
+        "orders": draw(st.lists(some | st.just(list(range(count))), min_size=4, max_size=8)),
+        "rate": draw(st.sampled_from([10.0, 1e3, 1e5])),
+        "blocking": draw(st.booleans()),
+        "indirect": draw(st.booleans()),
+        "strategy": draw(
+            st.builds(Everything, st.integers(1, 4))
+            | st.builds(
+                lambda blocks, name: Everything(blocks, keep=lambda n: n.endswith(name)),
+                st.integers(1, 3),
+                st.sampled_from(["weight", "bias", "1.weight"]),
+            )
+            | st.builds(NthLayerStrategy, st.integers(1, 3))
+            | st.builds(GreedyStrategy)
+        ),
+    }
+
+
+@settings(FEW, max_examples=400)
+@given(cases())
+def test_every_order_gives_the_same_bits(case: dict[str, Any]) -> None:
+    model = Chain(case["sizes"], case["calls"])
+    x = torch.ones(3)
+    device = SimDevice(
+        1 << 20, curve=lambda size: size / case["rate"], host_blocks=case["blocking"]
+    )
+    fields = {"profile_mode": "torch_function", "transfer_mode": "strategy"}
+    orders = [list(range(len(case["sizes"]))), *case["orders"]]
+    with torch.no_grad():
+        expected = []
+        for model.order in orders:
+            expected.append(model(x))
+        with offloaded(
+            model, device, load_strategy=case["strategy"], **(fields if case["indirect"] else {})
+        ) as manager:
+            for model.order, bits in zip(orders, expected, strict=True):
+                assert_same(model(x), bits)
+            assert manager.phase is Phase.INFERENCE
+
+
+@settings(FEW, max_examples=60)
+@given(
+    st.lists(st.integers(100, 700), min_size=2, max_size=4),
+    st.floats(0.3, 1.0),
+    st.sampled_from([None, NthLayerStrategy(1), GreedyStrategy()]),
+)
+def test_a_budget_is_kept_or_refused(sizes: list[int], part: float, strategy: Any) -> None:
+    model, x = Chain(sizes, {}), torch.ones(3)
+    model.order = list(range(len(sizes)))
+    total = sum(p.nbytes for p in model.parameters())
+    device = SimDevice(total, curve=lambda size: size / 1e3)
+    with torch.no_grad():
+        expected = model(x)
+        manager = OffloadManager(device=device)
+        manager.on_compute = lambda label: device.compute(label, 1.0)
+        config = OffloadConfig(**QUICK, load_strategy=strategy, max_gpu_mem_fraction=part)
+        manager.offload(model, config)
+        try:
+            for _ in range(6):
+                assert_same(model(x), expected)
+        except StrategyComputeError as error:
+            assert error.smallest_budget is not None
+            assert error.smallest_budget > int(total * part)
+        else:
+            ledger = manager.get_tensor_manager().ledger
+            ledger.reset_peaks()
+            device.peak = device.used
+            for _ in range(3):
+                assert_same(model(x), expected)
+            assert ledger.peak("device") <= int(total * part)
+            kept = ledger.total("device") - device.used
+            assert device.peak + kept <= int(total * part)
+        device.check()
+        manager.release()
+
+
+@settings(FEW, max_examples=60)
+@given(
+    st.lists(st.integers(1, 900), min_size=1, max_size=6),
+    st.integers(1, 4),
+    st.sampled_from([16.0, 128.0, 1024.0]),
+    st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.5]), min_size=6, max_size=6),
+)
+def test_the_simulator_says_what_the_runtime_does(
+    sizes: list[int], blocks: int, rate: float, durations: list[float]
+) -> None:
+    model, x = Chain(sizes, {}), torch.ones(3)
+    order = [f"layers.{i}" for i in range(len(sizes))]
+    model.order = list(range(len(sizes)))
+    ms = dict(zip(order, durations, strict=False))
+    device = SimDevice(1 << 20, curve=lambda size: size / rate)
+    manager = OffloadManager(device=device)
+    manager.on_compute = lambda label: device.compute(label, ms[label])
+    with torch.no_grad():
+        config = OffloadConfig(**QUICK, load_strategy=Everything(blocks))
+        manager.offload(model, config)
+        for _ in range(3):
+            model(x)
+        assert manager.phase is Phase.INFERENCE
+        loader = manager.get_tensor_manager().loader
+        for _ in range(4):
+            model(x)
+        device.trace.clear()
+        begin = device._compute.time
+        for _ in range(2):
+            model(x)
+        took = (device._compute.time - begin) / 2
+    cargos = manager.get_tensor_manager()._cargos
+    bytes_, block = {}, {}
+    for label, cargo in cargos.items():
+        bytes_[label], block[label] = cargo.nbytes, loader._block_of[label].index
+    events = simulate.replay(
+        order, [ms[label] for label in order], bytes_, block, curve=Curve(rate), passes=8
+    )
+    ends = [e.end_ms for e in events if e.kind == "compute" and e.label == order[-1]]
+    assert abs((ends[-1] - ends[-3]) / 2 - took) < 1e-6
+    assert loader.block_bytes == sum(
+        max(n for m, n in bytes_.items() if block[m] == b) for b in set(block.values())
+    )
+    device.check()
+    manager.release()
+
+
+class Curve:
+    """What `simulate` asks of a transfer curve."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def ms(self, size: float) -> float:
+        return size / self.rate
