@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -90,7 +91,7 @@ def staged(export_dir: Path, *, overwrite: bool) -> Iterator[Path]:
     work = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(work, ignore_errors=True)
+        _remove_orphans(target)
         work.mkdir()
     except OSError as error:
         raise OutputError(f"cannot make a folder in {target.parent}: {error.strerror}") from error
@@ -103,6 +104,24 @@ def staged(export_dir: Path, *, overwrite: bool) -> Iterator[Path]:
             if parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()
         raise
+
+
+def _remove_orphans(target: Path) -> None:
+    """Remove what runs into the same folder left that were killed without a chance to clean up."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+        owner = path.name.rpartition("-")[2]
+        if owner.isdigit() and (int(owner) == os.getpid() or not _is_running(int(owner))):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _replace(work: Path, target: Path, *, overwrite: bool) -> None:

@@ -82,8 +82,11 @@ def fill_report(report: Report, job: Job, exporter: Exporter, evidence: Evidence
     report.beyond_bound = [name for name, e in exporter.errors.items() if not e.worst <= 1]
     report.input_amax = {group: float(amax) for group, amax in exporter.input_amax.items()}
     report.tokens_per_expert, report.cold_experts = expert_usage(plan, evidence)
-    if skipped := [n for n, why in plan.excluded.items() if why.startswith("shape")]:
-        report.fallbacks.append(f"{len(skipped)} matrices were left unquantized for their shape")
+    if skipped := [n for n, why in plan.excluded.items() if why.startswith(("shape", "engines"))]:
+        report.fallbacks.append(
+            f"{len(skipped)} matrices were left unquantized for their shape, or that of a sibling "
+            "which engines fuse with them"
+        )
     report.source_bytes = sum(info.nbytes for info in job.source.tensors.values())
     report.parameters = sum(info.numel for info in job.source.tensors.values())
     report.bytes_read = job.source.bytes_read

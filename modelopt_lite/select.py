@@ -277,6 +277,7 @@ def apply_recipe(
     for kind, patterns in (("include", recipe.include), ("exclude", recipe.exclude)):
         names = [c.name for c in found] + (list(others) if kind == "exclude" else [])
         _check_patterns(kind, patterns, names, recipe)
+    _check_includes(found, recipe)
     chosen = []
     for c in found:
         skip = c.skip
@@ -320,6 +321,17 @@ def check_shapes(
             "in the recipe, or choose another format"
         )
     return checked
+
+
+def _check_includes(found: list[Candidate], recipe: Recipe) -> None:
+    """Refuse an include that would be without effect: all that it selects stays as it is."""
+    for pattern in recipe.include:
+        hit = [c for c in found if selects(pattern, c.name)]
+        if hit and all(c.skip for c in hit):
+            raise RecipeError(
+                f"the include pattern {pattern!r} of recipe {recipe.name!r} selects only what is "
+                f"never quantized here: {hit[0].name} ({hit[0].skip}); leave it out"
+            )
 
 
 def _check_patterns(kind: str, patterns: tuple[str, ...], names: list[str], recipe: Recipe) -> None:

@@ -7,6 +7,7 @@ recognised by name and build.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 from modelopt_lite.errors import StrategyComputeError
 from modelopt_lite.models import ModelSpec, get_spec, hf_model_type, is_moe, match_moe_block
 from modelopt_lite.models.specs import ptq_facts
+from modelopt_lite.offload.cargo import ALIGN
 from modelopt_lite.offload.config import OffloadConfig
 from modelopt_lite.offload.device import Device, current_device
 from modelopt_lite.offload.places import has_forward
 from modelopt_lite.offload.selection import select
 from modelopt_lite.offload.units import find_units
 
-_MIN_BLOCKS = 2  # one that computes, one that is filled
+_BLOCKS = (2, 1)  # one that computes and one that is filled; or one that does both in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,8 @@ def plan_offload(
 
     Decoder layers are the units. Routers, norms and shared experts stay on the device if they fit
     into the budget beside two blocks; where two whole layers do not fit, layers are split into
-    their parts and MoE blocks into their experts. Embeddings and the head stay unless the budget is
-    too small for them.
+    their parts and MoE blocks into their experts, if these are modules. Embeddings and the head
+    stay unless the budget is too small for them. One block is the last resort.
 
     Args:
         model: The model; only its structure is read, and it may be on the meta device.
@@ -137,6 +139,7 @@ class _Planner:
         self.spec: ModelSpec | None = get_spec(model_type) if model_type else None
         self.facts = ptq_facts(self.spec)
         self.notes: list[str] = []
+        self._parameters = dict(model.named_parameters())
         self.layers = self._find_layers()
         self.blocks = self._find_blocks()
 
@@ -147,7 +150,7 @@ class _Planner:
         fraction = None
         if self.budget is not None:
             total = (device or current_device()).memory_info().total
-            fraction = min(self.budget / total, 1.0)
+            fraction = min(math.nextafter(self.budget / total, 1.0), 1.0)  # not a byte less
         config = OffloadConfig(
             include_patterns=include, exclude_patterns=exclude, max_gpu_mem_fraction=fraction
         )
@@ -192,22 +195,41 @@ class _Planner:
         return found
 
     def _choose(self) -> _Choice:
-        """Take the first choice that fits."""
-        needed = []
-        for choice in self._choices():
-            units, resident = self._sizes(choice.include, choice.exclude)
-            largest = max(units.values(), default=0)
-            need = sum(resident.values()) + _MIN_BLOCKS * largest
-            needed.append(need)
-            if self.budget is None or need <= self.budget or not units:
-                if choice.split:
-                    self.notes.append("two layers exceed the budget and are split into parts")
-                return choice
+        """Take the first choice that fits, with two blocks if there is one."""
+        choices = [choice for choice in self._choices() if choice.include]
+        needed: dict[int, int] = {}
+        for blocks in _BLOCKS:
+            for choice in choices:
+                _, resident = self._sizes(choice.include, choice.exclude)
+                need = sum(resident.values()) + blocks * self._largest(choice)
+                needed[blocks] = min(need, needed.get(blocks, need))
+                if self.budget is None or need <= self.budget:
+                    self._tell(choice, blocks)
+                    return choice
+        least = min(needed.values())
         raise StrategyComputeError(
             f"the budget is {self.budget:,} bytes, and the least that this model can be run with "
-            f"is {min(needed):,}: what stays, and two of the largest parts that can be streamed",
-            smallest_budget=min(needed),
+            f"is {least:,}: what stays, and the largest part that can be streamed"
+            + ("; the experts of a block are one tensor here" if self._fused() else ""),
+            smallest_budget=least,
         )
+
+    def _tell(self, choice: _Choice, blocks: int) -> None:
+        if choice.split:
+            self.notes.append("two layers exceed the budget and are split into parts")
+            if self._fused():
+                self.notes.append("the experts of a block are one tensor here, and move as a whole")
+        if blocks == 1:
+            self.notes.append("the budget holds one block: nothing is brought in ahead of time")
+
+    def _fused(self) -> bool:
+        return any(not _experts(block) for _, block in self.blocks)
+
+    def _largest(self, choice: _Choice) -> int:
+        """Bytes of the largest unit in a block, where each tensor has a place that is aligned."""
+        sizes = {name: -(-_nbytes(p) // ALIGN) * ALIGN for name, p in self._parameters.items()}
+        offloaded = select(self.model, choice.include, choice.exclude).offloaded.values()
+        return max((sum(sizes[name] for name in names) for names in offloaded), default=0)
 
     def _choices(self) -> Iterator[_Choice]:
         whole = self._layer_patterns()
@@ -253,20 +275,16 @@ class _Planner:
         """The children of layers, and experts in the place of MoE blocks."""
         blocks = dict(self.blocks)
         patterns: dict[str, None] = {}
-        fused = False
         for path, layer in self.layers.items():
             for name, child in layer.named_children():
                 place = f"{path}.{name}"
                 if place in blocks:
                     inner = [f"{place}.{at}" for at, _ in _experts(child)]
-                    fused = fused or not inner
                     own = [f"{place}.{n}" for n, m in child.named_children() if has_forward(m)]
                     for part in (*inner, *own):
                         patterns[_starred(part)] = None
                 elif has_forward(child):
                     patterns[_starred(place)] = None
-        if fused:
-            self.notes.append("the experts of a block are one tensor here, and move as a whole")
         return list(patterns)
 
     def _outside_patterns(self) -> list[str]:

@@ -42,13 +42,13 @@ class ModuleTracker:
         self._current.pop()
 
     @property
-    def unattributable(self) -> set[str]:
-        """Names of the parameters that ran in several traps, or in one and outside of all."""
-        traps: dict[str, set[str]] = {}
+    def unattributable(self) -> set[int]:
+        """Ids of the parameters that ran in several traps, or in one and outside of all."""
+        traps: dict[int, set[str]] = {}
         for trap, modules in (*self._seen.items(), ("", self._outside)):
-            for name in _own_names(modules):
-                traps.setdefault(name, set()).add(trap)
-        return {name for name, found in traps.items() if len(found) > 1 or "" in found}
+            for _, parameter in _own_parameters(modules):
+                traps.setdefault(id(parameter), set()).add(trap)
+        return {key for key, found in traps.items() if len(found) > 1 or "" in found}
 
     def parameters(self, allowed: Callable[[str], bool]) -> dict[str, list[str]]:
         """Return the names of each trap's parameters: those of its modules that may leave.
@@ -57,7 +57,11 @@ class ModuleTracker:
         """
         several = self.unattributable
         return {
-            trap: [n for n in _own_names(modules) if allowed(n) and n not in several]
+            trap: [
+                name
+                for name, parameter in _own_parameters(modules)
+                if allowed(name) and id(parameter) not in several
+            ]
             for trap, modules in self._seen.items()
         }
 
@@ -75,11 +79,11 @@ class ModuleTracker:
         return hook
 
 
-def _own_names(modules: Mapping[str, nn.Module]) -> list[str]:
+def _own_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return [
-        f"{path}.{leaf}" if path else leaf
+        (f"{path}.{leaf}" if path else leaf, parameter)
         for path, module in modules.items()
-        for leaf, _ in module.named_parameters(recurse=False)
+        for leaf, parameter in module.named_parameters(recurse=False)
     ]
 
 

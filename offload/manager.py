@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from modelopt_lite.errors import OffloadError, StrategyComputeError
@@ -27,7 +26,7 @@ from modelopt_lite.offload.managerstate import (
     ManagerState,
     Phase,
 )
-from modelopt_lite.offload.patching import CompileFn, Patches
+from modelopt_lite.offload.patching import CompileFn, Patches, uncompiled
 from modelopt_lite.offload.replan import Replan, StrategyReplanStatus
 from modelopt_lite.offload.selection import Selection, select
 from modelopt_lite.offload.traps import (
@@ -255,17 +254,15 @@ class OffloadManager(ManagerState):
         tensors = self._require("inference")
         tensors.infer(self._order, self._budget())
         self.phase, self._passes = Phase.INFERENCE, 0
-        plan = tensors.plan
-        if plan is not None:
-            for note in plan.notes:
-                log.warning("manager %s: %s", self.name, note)
+        for note in tensors.plan.notes if tensors.plan else ():
+            log.warning("manager %s: %s", self.name, note)
         if self.config.enable_diagnostics:
             log_diagnostics(self)
 
     def _watch_passes(self, model: nn.Module) -> None:
         """Count forwards of the model; look at what they read while discovering."""
 
-        @torch.compiler.disable
+        @uncompiled
         def before(*_: Any) -> None:
             self._depth += 1
             if self._depth > 1:
@@ -277,13 +274,13 @@ class OffloadManager(ManagerState):
                 self._outside = tensors.watch()
                 self._outside.__enter__()
 
-        @torch.compiler.disable
+        @uncompiled
         def after(*_: Any) -> None:
             self._depth = max(self._depth - 1, 0)
             if not self._depth and self._outside is not None:
                 self._close_watch()
 
-        @torch.compiler.disable
+        @uncompiled
         def passed(*_: Any) -> None:
             if not self._depth and not (self._replan.left and self._replan.manual):
                 self.update_state()

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_leaves
 from modelopt_lite.errors import OffloadError
 
 log = logging.getLogger("modelopt_lite.offload")
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 CompileFn = Callable[[nn.Module], Callable[..., Any]]
 OpenTrap = Callable[[str], AbstractContextManager[object]]
@@ -108,6 +111,12 @@ class Patches:
         self._undo.append(undo)
 
 
+def uncompiled(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Keep a compiler from looking into a function and into all that it calls."""
+    made: Callable[_P, _T] = torch.compiler.disable(call)
+    return made
+
+
 class _Opened:
     """A trap that is opened and closed uncompiled, with all that this calls."""
 
@@ -115,12 +124,12 @@ class _Opened:
         self._trap = trap
         self._path = path
 
-    @torch.compiler.disable
+    @uncompiled
     def __enter__(self) -> None:
         self._open = self._trap(self._path)
         self._open.__enter__()
 
-    @torch.compiler.disable
+    @uncompiled
     def __exit__(self, *details: Any) -> None:
         self._open.__exit__(*details)
 

@@ -158,8 +158,9 @@ class TensorManager:
         """Give manual traps the tensors of the modules that ran in them (strategies 2 and 3)."""
         names = tracker.parameters(self._selection.allowed.__contains__)
         if self._discover_untraced:
-            known = {name for found in names.values() for name in found} | tracker.unattributable
-            rest = [name for name in self._selection.allowed if name not in known]
+            known = {id(self._parameters[name]) for found in names.values() for name in found}
+            known |= tracker.unattributable
+            rest = [n for n in self._selection.allowed if id(self._parameters[n]) not in known]
             for name, label in sorted(match_prefixes(names, rest).items()):
                 names[label].append(name)
         self.assign(names)
@@ -323,7 +324,10 @@ class TensorManager:
         """Let a tensor stay on the device, and out of host blocks that are given up."""
         if _is_plain(tensor) and not tensor.is_meta:
             here = self._device.torch_device
-            if tensor.device.type != here.type or _storage(tensor) in rooms:
+            elsewhere = tensor.device.type != here.type or (
+                here.index is not None and tensor.device.index != here.index
+            )
+            if elsewhere or _storage(tensor) in rooms:
                 self._remember(tensor)
                 with torch.inference_mode(False), torch.no_grad():
                     tensor.data = tensor.data.to(here, copy=True)

@@ -264,7 +264,7 @@ def test_include_and_exclude(fields: dict[str, Any], skips: list[str | None]) ->
     [
         ({"include": ("mlp",)}, r"include pattern 'mlp' .* 'layers\.0\.attn\.q', and a lone \*"),
         ({"exclude": ("*.mlp", "nothing.*")}, r"exclude pattern 'nothing\.\*'"),
-        ({"include": ("head",)}, "quantizes nothing .* not in the recipe mine; output head"),
+        ({"include": ("*.mlp", "head")}, r"'head' .* only what is never .* head \(output head\)"),
         ({"exclude": ("layers",)}, r"quantizes nothing of this model \(4 matrices"),
     ],
 )

@@ -72,17 +72,13 @@ def test_c16_tied_source_that_stores_the_head_as_well(checkpoint: Make, cases: A
 
 @pytest.mark.parametrize("include", [("lm_head",), ("*.mlp", "lm_head")])
 def test_c17_asking_for_the_head(checkpoint: Make, cases: Any, include: tuple[str, ...]) -> None:
-    """The list said that the head is not quantized, and the file held its scales."""
-    source = checkpoint("llama")
+    """The list said that the head is not quantized, and the file held its scales.
+
+    A head is never quantized here, and a recipe that asks for it is refused.
+    """
     recipe = Recipe(name="mine", weights="fp8", include=include)
-    if len(include) == 1:
-        with pytest.raises(RecipeError, match="output head"):
-            cases.run(source, recipe)
-        return
-    out = cases.run(source, recipe)
-    scales = [n for n in out.tensors if n.startswith("lm_head.") and n != "lm_head.weight"]
-    assert ("lm_head" in out.excluded) == (not scales) == ("lm_head" not in out.packed)
-    assert not out.problems()
+    with pytest.raises(RecipeError, match="output head"):
+        cases.run(checkpoint("llama"), recipe)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -53,7 +53,9 @@ class Everything:
             label_to_block_id=block,
             transfer_to_compute_map={label: label for label in moving},
         )
-        nothing = Simulation.__new__(Simulation)
+        nothing = Simulation(
+            pass_ms=0.0, compute_ms=0.0, stall_ms={}, peak_bytes=0, events=(), bound_by="compute"
+        )
         return StrategyResult(strategy_map=moving, block_data=data, prediction=nothing)
 
 
@@ -79,9 +81,9 @@ class HostReads(TorchDispatchMode):
                 if isinstance(leaf, Tensor):
                     self.seen += 1
                     found = rooms.get(leaf.untyped_storage().data_ptr())
-                    if found and self._manager.phase is Phase.DISCOVERY:
-                        if not tensors.loader.is_in(found):
-                            continue  # discovery sees such reads, and lets the weight stay
+                    discovering = self._manager.phase is Phase.DISCOVERY
+                    if found and discovering and not tensors.loader.is_in(found):
+                        continue  # discovery sees such reads, and lets the weight stay
                     assert found is None, f"{func} reads a weight of {found!r} in host memory"
         return func(*args, **(kwargs or {}))
 

@@ -18,7 +18,8 @@ DEVICE = HostDevice(1 << 30)
 
 def fits(plan: OffloadPlan) -> bool:
     assert plan.budget is not None
-    return plan.resident_bytes + 2 * max(plan.units.values()) <= plan.budget
+    blocks = 1 if any("one block" in note for note in plan.notes) else 2
+    return plan.resident_bytes + blocks * max(plan.units.values()) <= plan.budget
 
 
 def total(model: nn.Module) -> int:
@@ -59,13 +60,15 @@ def test_the_plan_runs(build_tiny: Any, forward: Any, batches: list[Tensor]) -> 
     for name in ("llama_tied", "qwen3_moe"):
         model, _ = build_tiny(name)
         expected = forward(name, model, batches[0])
-        manager = OffloadManager(device=HostDevice())
+        device = HostDevice()
+        manager = OffloadManager(device=device)
         config = auto_config(model).model_copy(update={"profiling_iters": 1})
         manager.offload(model, config)
         with torch.no_grad():
             for _ in range(4):
                 assert torch.equal(forward(name, model, batches[0]), expected)
         manager.release()
+        device.close()
 
 
 class Expert(nn.Module):
@@ -165,9 +168,51 @@ def test_blocks_that_exceed_the_budget_are_split_into_groups_of_experts() -> Non
     assert any("split" in note for note in plan.notes)
 
 
+def test_experts_in_one_tensor_are_said_to_move_as_a_whole(build_tiny: Any) -> None:
+    model, _ = build_tiny("qwen3_moe")
+    if hasattr(model.model.layers[0].mlp.experts, "__len__"):
+        pytest.skip("this transformers has a module for each expert")
+    with pytest.raises(StrategyComputeError, match="experts of a block are one tensor") as caught:
+        plan_offload(model, budget=1, device=DEVICE)
+    smallest = caught.value.smallest_budget
+    plan = plan_offload(model, budget=smallest, device=DEVICE)
+    assert fits(plan)
+    assert any("one tensor" in note for note in plan.notes)
+
+
 def test_a_model_without_layers_is_offloaded_module_by_module() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     plan = plan_offload(model)
     assert plan.config.include_patterns == ["*"]
     assert list(plan.units) == ["0", "2"]
     assert "no list of modules" in plan.notes[0]
+
+
+class Wide(nn.Module):
+    """Layers large enough for strategies to move each tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(300, 300) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("spare", [0, 200_000, 10_000_000])
+def test_the_smallest_budget_is_one_that_the_runtime_can_keep(spare: int) -> None:
+    model, x = Wide().requires_grad_(False), torch.ones(2, 300)
+    with pytest.raises(StrategyComputeError) as caught:
+        plan_offload(model, budget=1, device=DEVICE)
+    budget = (caught.value.smallest_budget or 0) + spare
+    device = HostDevice(1 << 30)
+    config = auto_config(model, budget=budget, device=device)
+    expected = model(x)
+    manager = OffloadManager(device=device)
+    manager.offload(model, config.model_copy(update={"profiling_iters": 3}))
+    for _ in range(6):
+        assert torch.equal(model(x), expected)
+    assert manager.get_gpu_memory_usage().total_bytes <= budget
+    manager.release()

@@ -1,4 +1,4 @@
-"""Random models, orders and strategies on the simulated device: no read too early, none too late."""
+"""Random models, orders and strategies on the simulated device: no read too early or too late."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ def test_a_budget_is_kept_or_refused(sizes: list[int], part: float, strategy: An
             for _ in range(6):
                 assert_same(model(x), expected)
         except StrategyComputeError as error:
-            assert error.smallest_budget is not None
-            assert error.smallest_budget > int(total * part)
+            smallest = error.smallest_budget
         else:
+            smallest = 0
             ledger = manager.get_tensor_manager().ledger
             ledger.reset_peaks()
             device.peak = device.used
@@ -125,6 +125,8 @@ def test_a_budget_is_kept_or_refused(sizes: list[int], part: float, strategy: An
             assert ledger.peak("device") <= int(total * part)
             kept = ledger.total("device") - device.used
             assert device.peak + kept <= int(total * part)
+        assert smallest is not None
+        assert not 0 < smallest <= int(total * part)
         device.check()
         manager.release()
 
@@ -164,8 +166,11 @@ def test_the_simulator_says_what_the_runtime_does(
     bytes_, block = {}, {}
     for label, cargo in cargos.items():
         bytes_[label], block[label] = cargo.nbytes, loader._block_of[label].index
+    sharing = [b for b in block.values() if list(block.values()).count(b) > 1]
+    moving = {label: b for label, b in block.items() if b in sharing}  # others stay in their block
+    copied = {label: bytes_[label] for label in moving}
     events = simulate.replay(
-        order, [ms[label] for label in order], bytes_, block, curve=Curve(rate), passes=8
+        order, [ms[label] for label in order], copied, moving, curve=Curve(rate), passes=8
     )
     ends = [e.end_ms for e in events if e.kind == "compute" and e.label == order[-1]]
     assert abs((ends[-1] - ends[-3]) / 2 - took) < 1e-6
