@@ -56,7 +56,9 @@ _BLOCK_MODES = ("allocation_block_transfer", "raw_block_transfer")
 class LoadStrategy(Protocol):
     """Anything that decides what is brought in when; see modelopt_lite.offload.strategies."""
 
-    compute: Any
+    @property
+    def compute(self) -> Any:
+        """``compute(layer_stats, memory_stats, max_gpu_mem_bytes)``; see `strategies.Strategy`."""
 
 
 def _pattern_texts(value: object, field: str) -> list[str]:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from modelopt_lite.offload import HostDevice, OffloadConfig, OffloadManager, Phase
+from modelopt_lite.offload.config import LoadStrategy
 from modelopt_lite.offload.device import Device
 from modelopt_lite.offload.simdevice import SimDevice
 
@@ -27,7 +28,7 @@ _LOOKS = frozenset(
 )
 
 
-class Everything:
+class Everything(LoadStrategy):
     """A strategy that offloads every tensor of every label, through so many blocks in turn."""
 
     def __init__(self, blocks: int = 2, keep: Callable[[str], bool] = lambda name: False) -> None:
@@ -59,6 +60,13 @@ class Everything:
         return StrategyResult(strategy_map=moving, block_data=data, prediction=nothing)
 
 
+def tensors_of(manager: OffloadManager) -> Any:
+    """Return what owns the tensors of a manager with a model, for looks at what is private."""
+    tensors = manager.get_tensor_manager()
+    assert tensors is not None
+    return tensors
+
+
 class HostReads(TorchDispatchMode):
     """Fails where an operation reads a weight from where it rests instead of from the device."""
 
@@ -71,7 +79,7 @@ class HostReads(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func._schema.name.split("::")[1] not in _LOOKS:
-            tensors = self._manager.get_tensor_manager()
+            tensors: Any = self._manager.get_tensor_manager()
             rooms = {
                 c.source.untyped_storage().data_ptr(): label
                 for label, c in (tensors._cargos.items() if tensors else ())
@@ -198,7 +206,8 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * d, d, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        y: Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return x + y
 
 
 class Stack(nn.Module):
@@ -207,7 +216,8 @@ class Stack(nn.Module):
     def __init__(self, n: int = 4, d: int = 16, tied: str = "") -> None:
         super().__init__()
         self.embed = nn.Embedding(20, d)
-        self.layers = nn.ModuleList(Block(d) for _ in range(n))
+        layers: Any = nn.ModuleList(Block(d) for _ in range(n))
+        self.layers: Any = layers
         self.norm = nn.LayerNorm(d)
         self.head = nn.Linear(d, 20, bias=False)
         self.order: list[int] | None = None
@@ -215,10 +225,10 @@ class Stack(nn.Module):
         if tied == "embeddings":
             self.head.weight = self.embed.weight
         elif tied == "middle":
-            self.layers[2].up.weight = self.layers[1].up.weight
+            layers[2].up.weight = layers[1].up.weight
         elif tied == "three":
-            for layer in self.layers[:3]:
-                layer.down.weight = self.layers[0].down.weight
+            for layer in layers[:3]:
+                layer.down.weight = layers[0].down.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -226,7 +236,8 @@ class Stack(nn.Module):
             if i == self.fail_at:
                 raise ArithmeticError("the pass is broken off")
             x = self.layers[i](x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 class Views(nn.Module):
@@ -236,7 +247,7 @@ class Views(nn.Module):
         super().__init__()
         storage = torch.randn(4 * d * d)
         self.a = nn.Module()
-        self.layers = nn.ModuleList(nn.Linear(d, d, bias=False) for _ in range(6))
+        self.layers: Any = nn.ModuleList(nn.Linear(d, d, bias=False) for _ in range(6))
         self.layers[0].weight = nn.Parameter(storage[: d * d].view(d, d))
         self.layers[1].weight = nn.Parameter(storage[d * d // 2 : d * d // 2 + d * d].view(d, d))
         self.layers[2].weight = nn.Parameter(storage[2 * d * d : 3 * d * d].view(d, d).t())
@@ -251,7 +262,8 @@ class Views(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return x * self.layers[1].scalar + self.table + self.layers[2].own
+        y: Tensor = x * self.layers[1].scalar + self.table + self.layers[2].own
+        return y
 
 
 class Scaled(nn.Module):
@@ -259,9 +271,11 @@ class Scaled(nn.Module):
 
     def __init__(self, d: int, shared: Tensor | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(d, d).to(torch.float8_e4m3fn), requires_grad=False)
-        self.weight.scale = torch.rand(d, 1) + 0.5
-        self.weight.zero_point = torch.zeros((), dtype=torch.int32) if shared is None else shared
+        fp8 = torch.randn(d, d).to(torch.float8_e4m3fn)
+        weight: Any = nn.Parameter(fp8, requires_grad=False)
+        weight.scale = torch.rand(d, 1) + 0.5
+        weight.zero_point = torch.zeros((), dtype=torch.int32) if shared is None else shared
+        self.weight: Any = weight
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.float() * self.weight.scale + self.weight.zero_point
@@ -279,7 +293,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores = self.gate(x).mean(dim=tuple(range(x.dim() - 1)))
         order = scores.topk(3).indices.tolist()
-        return x + sum(self.experts[i](x) * scores[i] for i in order)
+        y: Tensor = x + sum(self.experts[i](x) * scores[i] for i in order)
+        return y
 
 
 class Moe(nn.Module):
@@ -308,4 +323,5 @@ class Hybrid(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x.transpose(1, 2)).transpose(1, 2)
         x = self.layers[1](x)[0] * self.decay
-        return self.layers[3](self.layers[2](x))
+        y: Tensor = self.layers[3](self.layers[2](x))
+        return y

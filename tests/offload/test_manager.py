@@ -20,6 +20,7 @@ from oracle import (
     assert_same,
     check_passes,
     offloaded,
+    tensors_of,
 )
 from torch import Tensor, nn
 
@@ -80,7 +81,7 @@ def test_fields_move_with_their_weight(device: str, profile_mode: str, shared: b
     model, x = nn.Sequential(*(Scaled(8, zero) for _ in range(4))), torch.randn(2, 8)
 
     def look(manager: OffloadManager) -> None:
-        tensors = manager.get_tensor_manager()
+        tensors = tensors_of(manager)
         names = [m.name for cargo in tensors._cargos.values() for m in cargo.tensors]
         assert "0.weight.scale" in names
         assert ("0.weight.zero_point" in names) is not shared  # read by all: it stays
@@ -301,7 +302,7 @@ def test_a_unit_that_fails(device: str) -> None:
         before = model(x)
         with offloaded(model, device, load_strategy=Everything()):
             for number in range(8):
-                unit = model[number % 4]
+                unit: Any = model[number % 4]
                 unit.fails = True
                 with pytest.raises(ArithmeticError):
                     model(x)
@@ -343,14 +344,16 @@ class Calls(nn.Module):
             x = other(x)
         if depth:
             x = self(x, depth - 1)
-        return self.inner(x)
+        y: Tensor = self.inner(x)
+        return y
 
 
 @every_device
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("profile_mode", ["view", "torch_function"])
 def test_nested_calls_and_recursion(device: str, blocks: int, profile_mode: str) -> None:
-    model, x = nn.ModuleList(Calls() for _ in range(4)), torch.randn(2, 8)
+    model: Any = nn.ModuleList(Calls() for _ in range(4))
+    x = torch.randn(2, 8)
     model[0].other = [model[1], model[2]]
     model[3].other = [model[0]]
 
@@ -382,7 +385,7 @@ class ReadsAside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, 16)
-        self.layers = nn.ModuleList(Block(16) for _ in range(3))
+        self.layers: Any = nn.ModuleList(Block(16) for _ in range(3))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -397,7 +400,7 @@ def test_a_weight_that_is_read_outside_of_its_unit_stays(device: str) -> None:
     model, ids = ReadsAside(), token_ids()
 
     def look(manager: OffloadManager) -> None:
-        tensors = manager.get_tensor_manager()
+        tensors = tensors_of(manager)
         moving = {m.name for cargo in tensors._cargos.values() for m in cargo.tensors}
         assert "embed.weight" not in moving
         assert "layers.1.up.weight" not in moving
@@ -462,7 +465,7 @@ class Counts(nn.Module):
 
 @every_device
 def test_values_that_a_unit_changes_are_kept(device: str) -> None:
-    model = nn.Sequential(*(Counts() for _ in range(4)))
+    model: Any = nn.Sequential(*(Counts() for _ in range(4)))
     manager = OffloadManager(device=DEVICES[device]())
     with torch.no_grad():
         manager.offload(model, OffloadConfig(**QUICK, load_strategy=Everything()))

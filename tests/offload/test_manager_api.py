@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
-from oracle import QUICK, Everything, Scaled, Stack, assert_same, offloaded
+from oracle import QUICK, Everything, Scaled, Stack, assert_same, offloaded, tensors_of
 from torch import Tensor, nn
 
 import modelopt_lite.offload as flextensor
@@ -44,14 +45,16 @@ class Manual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for i in range(4):
             x = getattr(self, f"layer_{i}")(x)
-        return self.head(x)
+        y: Tensor = self.head(x)
+        return y
 
 
 def run_blocks(manager: OffloadManager, model: Manual, x: Tensor) -> Tensor:
     for i in range(4):
         with manager.offload_block(f"block {i}"):
             x = getattr(model, f"layer_{i}")(x)
-    return model.head(x)
+    y: Tensor = model.head(x)
+    return y
 
 
 @pytest.mark.parametrize("indirect", [False, True])
@@ -66,7 +69,7 @@ def test_manual_blocks(indirect: bool) -> None:
                 assert_same(run_blocks(manager, model, x), before)
                 manager.update_state()
             assert manager.phase is Phase.INFERENCE
-            tensors = manager.get_tensor_manager()
+            tensors = tensors_of(manager)
             assert {m.name for m in tensors._cargos["block 1"].tensors} == {
                 "layer_1.weight",
                 "layer_1.bias",
@@ -76,7 +79,8 @@ def test_manual_blocks(indirect: bool) -> None:
 
 
 def test_what_two_blocks_read_stays() -> None:
-    model, x = Manual(), torch.rand(2, 8)
+    model: Any = Manual()
+    x = torch.rand(2, 8)
     model.layer_3.weight = model.layer_0.weight
     with torch.no_grad():
         before = model(x)
@@ -84,9 +88,7 @@ def test_what_two_blocks_read_stays() -> None:
             for _ in range(6):
                 assert_same(run_blocks(manager, model, x), before)
                 manager.update_state()
-            names = {
-                m.name for c in manager.get_tensor_manager()._cargos.values() for m in c.tensors
-            }
+            names = {m.name for c in tensors_of(manager)._cargos.values() for m in c.tensors}
             assert "layer_0.weight" not in names
             assert "layer_0.bias" in names
 
@@ -109,16 +111,16 @@ def test_prefixes_give_the_rest_to_a_block() -> None:
             return x
 
     for discover in (True, False):
-        model = Rest()
+        model: Any = Rest()
         manager = OffloadManager(device=HostDevice())
         manager.offload(model, OffloadConfig(**QUICK, include_patterns=[]))
-        manager._tensor_manager._discover_untraced = discover
+        tensors_of(manager)._discover_untraced = discover
         with torch.no_grad():
             for i, layer in enumerate(model.layers):
                 with manager.offload_block(f"b{i}"):
                     layer.down(layer.up(layer.norm(torch.rand(2, 16))))
         manager.update_state()
-        found = {m.name for m in manager._tensor_manager._by_label["b1"]}
+        found = {m.name for m in tensors_of(manager)._by_label["b1"]}
         assert ("layers.1.extra" in found) is discover
         manager.release()
 
@@ -128,15 +130,15 @@ def test_a_gap_has_no_tensors_and_is_timed() -> None:
     with offloaded(model, exclude_patterns=["layers.1.*"], load_strategy=Everything()) as manager:
         for _ in range(5):
             model(IDS)
-        layers = manager._tensor_manager.layer_statistics_collector.get_layer_stats()
+        layers = tensors_of(manager).layer_statistics_collector.get_layer_stats()
         gap = next(layer for layer in layers if layer.label == "layers.1")
         assert gap.tensors == ()
         assert gap.duration > 0
-        assert "layers.1" in manager.get_tensor_manager().loader._position
+        assert "layers.1" in tensors_of(manager).loader._position
 
 
 def test_skip_discovery_and_its_fallback(caplog: pytest.LogCaptureFixture) -> None:
-    model = Manual()
+    model: Any = Manual()
     with offloaded(model, skip_discovery=True, load_strategy=Everything()) as manager:
         assert manager.phase is Phase.PROFILING
         assert manager.skip_discovery_honored is True
@@ -166,15 +168,15 @@ def test_profiling_is_suspended_and_resumed() -> None:
         with manager.pause_profiling():
             for _ in range(5):
                 model(IDS)
-        assert manager.phase is Phase.PROFILING
-        assert not any(manager._tensor_manager.layer_statistics_collector.samples()["layers.0"])
+        assert manager.phase.name == "PROFILING"
+        assert not any(tensors_of(manager).layer_statistics_collector.samples()["layers.0"])
         manager.resume_profiling()
         with pytest.raises(OffloadError, match="resume_profiling"):
             manager.resume_profiling()
         model(IDS)
-        assert len(manager._tensor_manager.layer_statistics_collector.samples()["layers.0"]) == 1
+        assert len(tensors_of(manager).layer_statistics_collector.samples()["layers.0"]) == 1
         manager.clear_profiling_durations()
-        assert not manager._tensor_manager.layer_statistics_collector.samples()["layers.0"]
+        assert not tensors_of(manager).layer_statistics_collector.samples()["layers.0"]
         model(IDS)
         assert manager.phase is Phase.INFERENCE
     for call in (manager.suspend_profiling, manager.clear_profiling_durations):
@@ -200,14 +202,14 @@ def test_replans() -> None:
                 assert passes == 5
                 assert manager.request_strategy_replan() == 0
                 assert manager.strategy_replan_status.state == "in_progress"
-                old = manager.get_tensor_manager().loader
+                old = tensors_of(manager).loader
                 for _ in range(passes):
                     assert_same(model(IDS), before)
                     if manual:
                         manager.update_state()
-                assert manager.get_tensor_manager().loader is not old
+                assert tensors_of(manager).loader is not old
                 assert manager.strategy_replan_status.applied is True
-                stats = manager.get_tensor_manager().layer_statistics_collector.get_layer_stats()
+                stats = tensors_of(manager).layer_statistics_collector.get_layer_stats()
                 assert {round(layer.duration, 3) for layer in stats} == {7.0}
                 assert_same(model(IDS), before)
 
@@ -274,7 +276,7 @@ def test_compiled_units() -> None:
 def test_a_compile_fn_that_fails_leaves_the_unit_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     model = Stack(3)
 
-    def compile_fn(unit: nn.Module) -> object:
+    def compile_fn(unit: nn.Module) -> Callable[..., Any]:
         if unit is model.layers[1] or len(caplog.records) == 0:
             raise ArithmeticError
         return unit
@@ -307,7 +309,7 @@ def test_a_timeline_where_diagnostics_are_wanted() -> None:
         with offloaded(model, enable_diagnostics=wanted, load_strategy=Everything()) as manager:
             for _ in range(6):
                 model(IDS)
-            passes = manager.get_tensor_manager().timeline.passes()
+            passes = tensors_of(manager).timeline.passes()
             assert bool(passes) is wanted
 
 
@@ -316,12 +318,12 @@ def test_timings_of_an_earlier_run_lead_to_inference() -> None:
     with offloaded(model, load_strategy=Everything()) as manager:
         for _ in range(4):
             model(IDS)
-        samples = manager.get_tensor_manager().layer_statistics_collector.samples()
+        samples = tensors_of(manager).layer_statistics_collector.samples()
     with offloaded(model, load_strategy=Everything()) as manager:
         manager.adopt_timings(samples)
         assert manager.phase is Phase.INFERENCE
         model(IDS)
-        assert manager.get_tensor_manager().loader.counts.hits
+        assert tensors_of(manager).loader.counts.hits
 
 
 # --- the seeds' examples, with this package's name in place of theirs
@@ -342,7 +344,8 @@ class Seeds(nn.Module):
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
-        return self.lm_head(self.head(self.norm(x)))
+        logits: Tensor = self.lm_head(self.head(self.norm(x)))
+        return logits
 
 
 @pytest.mark.parametrize(
@@ -389,10 +392,10 @@ class Seeds(nn.Module):
     ],
 )
 def test_the_examples_of_excluding(
-    fields: dict[str, list[str]], units: list[str], residents: set[str]
+    fields: dict[str, Any], units: list[str], residents: set[str]
 ) -> None:
     config = flextensor.OffloadConfig(**QUICK, **fields, load_strategy=Everything())
-    model = Seeds()
+    model: Any = Seeds()
     before = model(IDS)
     model = flextensor.offload(model, config=config)
     assert [path for path, _ in flextensor.offload_units()] == units
@@ -400,7 +403,7 @@ def test_the_examples_of_excluding(
         assert_same(model(IDS), before)
     usage = flextensor.get_gpu_memory_usage()
     assert usage.total_bytes == usage.blocks_bytes + usage.unmapped_tensors_bytes
-    cargos = flextensor.get_offload_manager()._tensor_manager._cargos
+    cargos = tensors_of(flextensor.get_offload_manager())._cargos
     moving = {m.name for cargo in cargos.values() for m in cargo.tensors}
     assert moving
     assert not moving & residents
@@ -426,7 +429,8 @@ def test_the_examples_of_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_the_example_of_a_manual_trap() -> None:
     config = OffloadConfig(**QUICK)
-    model, x = Manual(), torch.rand(2, 8)
+    model: Any = Manual()
+    x = torch.rand(2, 8)
     before = model.layer_0(x)
     model = flextensor.offload(model, config=config)
     manager = flextensor.get_offload_manager()
@@ -437,7 +441,7 @@ def test_the_example_of_a_manual_trap() -> None:
 def test_the_examples_of_discovery() -> None:
     config = OffloadConfig(**QUICK, include_patterns=["layers.*"])
     manager = flextensor.get_offload_manager()
-    model = manager.offload(Seeds(), config)
+    model: Any = manager.offload(Seeds(), config)
     labels: dict[str, set[int]] = {}
     for module in model.modules():
         if hasattr(module, "_ft_original_forward_func"):
@@ -445,9 +449,9 @@ def test_the_examples_of_discovery() -> None:
     if not (config.skip_discovery and manager.skip_discovery_honored):
         for _ in range(config.discovery_iters):
             model(IDS)
-    layer_stats = manager._tensor_manager.layer_statistics_collector.get_layer_stats()
+    layer_stats = tensors_of(manager).layer_statistics_collector.get_layer_stats()
     assert {stat.label: set(stat.tensor_ids) for stat in layer_stats} == labels
-    weight = nn.Parameter(torch.randn(10, 10))
+    weight: Any = nn.Parameter(torch.randn(10, 10))
     weight.scale = torch.tensor(1.0)
     weight.zero_point = torch.tensor(0)
     assert set(flextensor.get_inner_tensor_field_ids(weight)) == {
@@ -465,9 +469,11 @@ def test_the_six_traps_and_what_else_the_glossary_names() -> None:
             assert hasattr(traps, f"{name}Trap{direct}")
     assert issubclass(traps.TrapInferDirect, object)
     assert issubclass(traps.TrapInfer, object)
-    assert "_enable_untraced_tensor_discovery" in TensorManager.__init__.__kwdefaults__
-    assert strategies.OptimizedRoundRobinAssignment
-    assert StrictRoundRobinAssignment
+    defaults = TensorManager.__init__.__kwdefaults__
+    assert defaults is not None
+    assert "_enable_untraced_tensor_discovery" in defaults
+    assert callable(strategies.OptimizedRoundRobinAssignment)
+    assert callable(StrictRoundRobinAssignment)
     assert all(hasattr(flextensor, name) for name in flextensor.__all__)
 
 

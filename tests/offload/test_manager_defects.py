@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import QUICK, Everything, Stack, assert_same, offloaded, snapshot
+from oracle import QUICK, Everything, Stack, assert_same, offloaded, snapshot, tensors_of
 from torch import nn
 
 from modelopt_lite.errors import OffloadConfigError, OffloadError, StrategyComputeError
@@ -148,15 +148,16 @@ def test_the_ledger_knows_every_byte() -> None:
     total = sum(p.numel() * 4 for p in model.parameters())
     with torch.no_grad():
         keep = Everything(2, keep=lambda name: name.endswith("bias"))
-        with offloaded(model, SimDevice(1 << 22), load_strategy=keep) as manager:
+        device = SimDevice(1 << 22)
+        with offloaded(model, device, load_strategy=keep) as manager:
             for _ in range(5):
                 model(IDS)
-            ledger = manager.get_tensor_manager().ledger
+            ledger = tensors_of(manager).ledger
             usage = manager.get_gpu_memory_usage()
-            assert usage.blocks_bytes == ledger.held(BLOCKS)["device"] == manager._device.used
+            assert usage.blocks_bytes == ledger.held(BLOCKS)["device"] == device.used
             moving = sum(
                 m.tensor.nbytes
-                for cargo in manager.get_tensor_manager()._cargos.values()
+                for cargo in tensors_of(manager)._cargos.values()
                 for m in cargo.tensors
             )
             assert usage.unmapped_tensors_bytes == total - moving
@@ -171,7 +172,7 @@ def test_a_container_is_streamed_through_its_children() -> None:  # defect 5
         ]
         for _ in range(5):
             model(IDS)
-        assert manager.get_tensor_manager().loader.counts.copies > 0
+        assert tensors_of(manager).loader.counts.copies > 0
 
 
 def test_parameters_in_no_unit_are_resident() -> None:  # defect 6
@@ -188,7 +189,7 @@ def test_parameters_in_no_unit_are_resident() -> None:  # defect 6
 
     model = Flat()
     with offloaded(model, load_strategy=Everything()) as manager:
-        tensors = manager.get_tensor_manager()
+        tensors = tensors_of(manager)
         assert tensors.resident_bytes == 16
         for _ in range(5):
             model(torch.rand(2, 4))
@@ -196,23 +197,24 @@ def test_parameters_in_no_unit_are_resident() -> None:  # defect 6
 
 
 def test_a_wrong_transfer_mode_is_refused_at_once() -> None:  # defect 7
+    mode: Any = "allocation_block"
     with pytest.raises(OffloadConfigError, match="transfer_mode"):
-        OffloadConfig(transfer_mode="allocation_block")
+        OffloadConfig(transfer_mode=mode)
 
 
 def test_copy_times_know_bytes_not_shapes() -> None:  # defect 8
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).to(torch.float64).float())
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).to(torch.float64).float())
     model[1].weight.data = model[1].weight.data.clone()
     with offloaded(model, load_strategy=Everything()) as manager:
         for _ in range(4):
             model(torch.rand(2, 8))
-        curve = manager.get_tensor_manager().transfer_curve()
+        curve = tensors_of(manager).transfer_curve()
         assert all(isinstance(size, int) for size in curve)
         assert len(curve) == 4
 
 
 def test_a_model_that_is_compiled_is_refused() -> None:
-    compiled = torch.compile(Stack(2), backend="eager")
+    compiled: Any = torch.compile(Stack(2), backend="eager")
     with pytest.raises(OffloadError, match="compile"):
         OffloadManager().offload(compiled, OffloadConfig(**QUICK))
 
@@ -226,9 +228,11 @@ def test_a_model_on_meta_is_refused() -> None:
 
 
 def test_nothing_to_offload_is_an_error() -> None:
-    for fields in ({"include_patterns": ["nowhere.*"]}, {"exclude_patterns": ["*"]}):
+    patterns = ({"include_patterns": ["nowhere.*"]}, {"exclude_patterns": ["*"]})
+    for fields in patterns:
+        options: dict[str, Any] = {**QUICK, **fields}
         with pytest.raises(OffloadError, match="nothing is offloaded"):
-            OffloadManager(device=HostDevice()).offload(Stack(2), OffloadConfig(**QUICK, **fields))
+            OffloadManager(device=HostDevice()).offload(Stack(2), OffloadConfig(**options))
 
 
 def test_another_thread_is_refused() -> None:
@@ -271,7 +275,7 @@ def test_an_order_never_seen_is_slower_and_right() -> None:  # defect 2
         with offloaded(model, load_strategy=Everything(2)) as manager:
             for _ in range(5):
                 model(IDS)
-            counts = manager.get_tensor_manager().loader.counts
+            counts = tensors_of(manager).loader.counts
             misses = counts.misses
             model(IDS)
             assert counts.misses == misses
@@ -289,7 +293,7 @@ def test_a_copy_that_fails_is_raised_once_and_tried_again() -> None:
             manager.offload(model, OffloadConfig(**QUICK, load_strategy=Everything(2)))
             for _ in range(4):
                 model(IDS)
-            cargo = manager._tensor_manager.loader._cargos["layers.1"]
+            cargo = tensors_of(manager).loader._cargos["layers.1"]
 
             class Broken:
                 def read_into(self, dst: torch.Tensor) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import QUICK, Everything, assert_same, offloaded
+from oracle import QUICK, Everything, assert_same, offloaded, tensors_of
 from torch import Tensor, nn
 
 from modelopt_lite.errors import StrategyComputeError
 from modelopt_lite.offload import OffloadConfig, OffloadManager, Phase, simulate
 from modelopt_lite.offload.simdevice import SimDevice
+from modelopt_lite.offload.stats import TransferCurve
 from modelopt_lite.offload.strategies import GreedyStrategy, NthLayerStrategy
 
 FEW = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -23,9 +24,10 @@ class Chain(nn.Module):
 
     def __init__(self, sizes: list[int], calls: dict[int, int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(size) for size in sizes)
+        layers: Any = nn.ModuleList(Layer(size) for size in sizes)
         for caller, called in calls.items():
-            self.layers[caller].other = [self.layers[called]] if caller > called else []
+            layers[caller].other = [layers[called]] if caller > called else []
+        self.layers: Any = layers
         self.order: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,7 +119,7 @@ def test_a_budget_is_kept_or_refused(sizes: list[int], part: float, strategy: An
             smallest = error.smallest_budget
         else:
             smallest = 0
-            ledger = manager.get_tensor_manager().ledger
+            ledger = tensors_of(manager).ledger
             ledger.reset_peaks()
             device.peak = device.used
             for _ in range(3):
@@ -154,7 +156,7 @@ def test_the_simulator_says_what_the_runtime_does(
         for _ in range(3):
             model(x)
         assert manager.phase is Phase.INFERENCE
-        loader = manager.get_tensor_manager().loader
+        loader = tensors_of(manager).loader
         for _ in range(4):
             model(x)
         device.trace.clear()
@@ -162,7 +164,7 @@ def test_the_simulator_says_what_the_runtime_does(
         for _ in range(2):
             model(x)
         took = (device._compute.time - begin) / 2
-    cargos = manager.get_tensor_manager()._cargos
+    cargos = tensors_of(manager)._cargos
     bytes_, block = {}, {}
     for label, cargo in cargos.items():
         bytes_[label], block[label] = cargo.nbytes, loader._block_of[label].index
@@ -181,10 +183,11 @@ def test_the_simulator_says_what_the_runtime_does(
     manager.release()
 
 
-class Curve:
+class Curve(TransferCurve):
     """What `simulate` asks of a transfer curve."""
 
     def __init__(self, rate: float) -> None:
+        super().__init__({1: 1 / rate})
         self.rate = rate
 
     def ms(self, size: float) -> float:
