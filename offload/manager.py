@@ -387,6 +387,8 @@ class OffloadManager(ManagerState):
         self._pending.clear()
 
     def _tell_and_check(self, selection: Selection) -> None:
+        for field in self.config.without_effect():
+            log.warning("manager %s: %s has no effect in this release", self.name, field)
         for note in selection.warnings:
             log.log(logging.getLevelName(note.level), "manager %s: %s", self.name, note.message)
         manual = not self.config.include_patterns
