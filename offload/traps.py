@@ -124,55 +124,30 @@ class _Interception(TorchFunctionMode):
         return func(*tree_map(swap, args), **tree_map(swap, kwargs or {}))
 
 
-class _IndirectMixin:
+class _Indirect(_TrapBase):
     """Adds interception to a trap: inside, managed tensors are replaced argument by argument."""
 
     replace: Callable[[Tensor], Tensor]
 
-    def _open(self) -> None:
+    def __enter__(self) -> Self:
+        super().__enter__()
         self._modes: list[_Interception] = getattr(self, "_modes", [])
-        mode = _Interception(self.replace)
-        mode.__enter__()
-        self._modes.append(mode)
+        self._modes.append(_Interception(self.replace))
+        self._modes[-1].__enter__()
+        return self
 
-    def _close(self) -> None:
+    def __exit__(self, *details: Any) -> None:
         self._modes.pop().__exit__(None, None, None)
+        super().__exit__(*details)
 
 
-class WarmupTrap(_IndirectMixin, _TrapBase):
+class WarmupTrap(_Indirect):
     """Discovery, indirect: notes which managed tensors the operations read."""
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self._open()
-        return self
 
-    def __exit__(self, *details: Any) -> None:
-        self._close()
-        super().__exit__(*details)
-
-
-class Trap(_IndirectMixin, _TimedTrap):
+class Trap(_Indirect, _TimedTrap):
     """Profiling, indirect: the label's tensors on the device, timed."""
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self._open()
-        return self
 
-    def __exit__(self, *details: Any) -> None:
-        self._close()
-        super().__exit__(*details)
-
-
-class TrapInfer(_IndirectMixin, _TrapBase):
+class TrapInfer(_Indirect):
     """Inference, indirect."""
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self._open()
-        return self
-
-    def __exit__(self, *details: Any) -> None:
-        self._close()
-        super().__exit__(*details)
