@@ -55,8 +55,22 @@ class File:
         dst.fill_(self.byte)
 
 
+_others: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def only_threads_of_this_test() -> None:
+    """A device of another test may still wait to be collected: its thread is not looked at."""
+    _others.clear()
+    _others.update(threading.enumerate())
+
+
 def copy_threads() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name.startswith("offload-")]
+    return [
+        each
+        for each in threading.enumerate()
+        if each.name.startswith("offload-") and each not in _others
+    ]
 
 
 @pytest.fixture
