@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class Job:
         entries = self.model.state_dict(keep_vars=True)
         sizes = {name: t.numel() * t.element_size() for name, t in entries.items()}
         unit = max(sum(sizes[e] for e in u.entries) for u in self.plan.units)
-        matrix = max(_numel(m.shape) for m in self.plan.matrices)
+        matrix = max(math.prod(m.shape) for m in self.plan.matrices)
         config = self.model.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         hidden = int(getattr(text, "hidden_size", 0))
@@ -202,10 +203,3 @@ def versions() -> dict[str, str]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
     }
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -22,10 +22,9 @@ from modelopt_lite.formats import fp8
 from modelopt_lite.formats.linear import ErrorReport
 from modelopt_lite.offload.lockstep import Lockstep
 from modelopt_lite.offload.memory import release_freed
-from modelopt_lite.offload.units import Unit, WeightStore
+from modelopt_lite.offload.units import Unit, WeightStore, output_head
 from modelopt_lite.plan import Copy, Matrix, Output, Plan
-
-Progress = Callable[[str, int, int], None]
+from modelopt_lite.progress import Progress
 
 
 @dataclass(slots=True)
@@ -292,11 +291,11 @@ def without_head(model: Any, plan: Plan) -> Iterator[set[str]]:
 
     Its module gives an empty result while this lasts. Yields the names of the units left out.
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    name = next((n for n, m in model.named_modules() if head is not None and m is head), None)
-    if head is None or name is None or any(m.unit == name for m in plan.matrices):
+    found = output_head(model)
+    if found is None or any(matrix.unit == found[0] for matrix in plan.matrices):
         yield set()
         return
+    name, head = found
     own_forward = "forward" in head.__dict__
     before = head.forward
     head.forward = lambda x, *args, **kwargs: x.new_zeros((*x.shape[:-1], 0))

@@ -21,7 +21,7 @@ from modelopt_lite.formats.linear import FORMATS, LinearFormat, get_format
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ModelSpec, PTQSpec, ptq_facts
 from modelopt_lite.offload.patterns import match_part
-from modelopt_lite.offload.units import Unit, find_units, text_model
+from modelopt_lite.offload.units import Unit, find_units, output_head, text_model
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import (
     Candidate,
@@ -380,8 +380,7 @@ def _unquantized_modules(plan: Plan, model: Any) -> list[str]:
         stack = len(copy.output.shape) == 3 and "bias" not in leaf and "expert" in name
         if leaf == "weight" or stack:
             modules.add(name)
-    for alias in plan.names.aliases:
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        if head is not None and model.get_submodule(alias.rpartition(".")[0]) is head:
-            modules.add(alias.rpartition(".")[0])
+    if head := output_head(model):
+        tied = (alias.rpartition(".")[0] for alias in plan.names.aliases)
+        modules.update(name for name in tied if model.get_submodule(name) is head[1])
     return sorted(modules - {m.name for m in plan.matrices}, key=natural_key)

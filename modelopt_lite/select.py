@@ -20,7 +20,7 @@ from modelopt_lite.formats.linear import LinearFormat
 from modelopt_lite.models import is_moe
 from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec, ptq_facts
 from modelopt_lite.offload.patterns import match_part, selects
-from modelopt_lite.offload.units import text_model
+from modelopt_lite.offload.units import output_head, text_model
 from modelopt_lite.recipes import Recipe
 
 
@@ -250,14 +250,11 @@ def _with_skip(c: Candidate, skip: str | None) -> Candidate:
 
 def _head_names(model: Any, names: NameMap) -> set[str]:
     """Names on disk of the output head, wherever the model has one."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = output_head(model)
     if head is None:
         return set()
-    for module_name, module in model.named_modules():
-        if module is head:
-            group = names.by_target.get(f"{module_name}.weight")
-            return {s.removesuffix(".weight") for s in group.sources} if group else {module_name}
-    return set()
+    group = names.by_target.get(f"{head[0]}.weight")
+    return {s.removesuffix(".weight") for s in group.sources} if group else {head[0]}
 
 
 def apply_recipe(

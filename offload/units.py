@@ -91,6 +91,14 @@ def text_model(model: Any) -> Any:
     return model.get_decoder()
 
 
+def output_head(model: Any) -> tuple[str, Any] | None:
+    """Return the name and the module that turns hidden states into logits, if there is one."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None:
+        return None
+    return next(((name, m) for name, m in model.named_modules() if m is head), None)
+
+
 def _repeated_children(model: nn.Module) -> list[str]:
     inside = set(text_model(model).modules())
     lists = [

@@ -10,6 +10,7 @@ that a tensor can be read from the disk straight to its place.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -278,12 +279,12 @@ def _check_coverage(
         except IndexError:
             region = ()
         _check_shape(piece.source, shapes[piece.source], target, region, part=True)
-    have = sum(_numel(shapes[piece.source]) for piece in pieces)
-    if have != _numel(target_shape):
+    have = sum(math.prod(shapes[piece.source]) for piece in pieces)
+    if have != math.prod(target_shape):
         counts = {pattern: len(names) for pattern, names in found.by_pattern.items()}
         raise CheckpointError(
             f"the tensors for {target!r} {list(target_shape)} hold {have} values, "
-            f"{_numel(target_shape)} are needed; found per pattern: {counts}; "
+            f"{math.prod(target_shape)} are needed; found per pattern: {counts}; "
             "the checkpoint is incomplete: download it again"
         )
 
@@ -386,10 +387,3 @@ def _check_shape(
             f"tensor {source!r} has shape {list(shape)}, but {where}{target!r} is {list(wanted)}; "
             "config.json and the weights do not belong together"
         )
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,6 @@ from torch import Tensor, nn
 
 from modelopt_lite.build import quiet_transformers
 from modelopt_lite.offload import Unit, find_units
-
-sys.path.insert(0, str(Path(__file__).parent))  # for oracle.py, under importlib's import mode
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64,

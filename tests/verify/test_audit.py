@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from damage import (
+    EXPERT,
+    FP8,
+    GOLDEN,
+    KV,
+    MOE,
+    NVFP4,
+    Q,
+    Tensors,
+    copied,
+    drop,
+    edit,
+    errors,
+    put,
+    set_tensor,
+    source_of,
+    with_byte,
+    with_nan,
+)
 
 from modelopt_lite.verify.audit import audit
-
-GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-NVFP4, FP8, MOE, KV = "llama-nvfp4", "llama-fp8", "qwen3_moe-nvfp4", "llama-nvfp4+kv_fp8"
-Q = "model.layers.0.self_attn.q_proj"
-EXPERT = "model.layers.0.mlp.experts.7.up_proj"
-
-Tensors = dict[str, Tensor]
-
-
-def source_of(case: str) -> Path:
-    return GOLDEN / "inputs" / case.partition("-")[0]
-
-
-def copied(case: str, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(GOLDEN / case / "export", tmp_path / "export"))
-
-
-def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def errors(folder: Path, **options: Any) -> set[str]:
-    return {f.rule for f in audit(folder, **options) if f.severity == "error"}
-
 
 CLEAN = sorted(path.parent.name for path in GOLDEN.glob("*/export"))
 
@@ -52,99 +41,78 @@ def test_the_peers_exports_are_clean(case: str) -> None:
     assert {f.rule for f in findings} <= allowed
 
 
-def _set(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        edit(folder, lambda t: t.update({name: value(t[name])}))
-
-    return damage
-
-
-def _drop(*names: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        edit(folder, lambda t: [t.pop(name) for name in names])
-
-    return damage
-
-
-def _put(name: str, value: Tensor) -> Callable[[Path], None]:
-    return lambda folder: edit(folder, lambda t: t.update({name: value}))
-
-
-def _byte(at: int, byte: int) -> Callable[[Tensor], Tensor]:
-    def change(tensor: Tensor) -> Tensor:
-        raw = tensor.clone().view(torch.uint8)
-        raw.view(-1)[at] = byte
-        return raw.view(tensor.dtype)
-
-    return change
-
-
-def _nan(tensor: Tensor) -> Tensor:
-    tensor = tensor.clone()
-    tensor.view(-1)[-1] = float("nan")
-    return tensor
-
-
 ONE = torch.ones(())
 TENSOR_DAMAGES: list[tuple[str, Callable[[Path], None], set[str]]] = [
     # 3: values
-    (NVFP4, _set("model.norm.weight", _nan), {"value-finite"}),
-    (FP8, _set(f"{Q}.weight", _byte(5, 0xFF)), {"weight-nan"}),
-    (NVFP4, _set(f"{Q}.weight_scale", _byte(9, 0x7F)), {"scale-value"}),
-    (NVFP4, _set(f"{Q}.weight_scale", _byte(0, 0)), {"scale-value"}),
-    (NVFP4, _set(f"{Q}.weight_scale", _byte(1, 0xB8)), {"scale-value"}),
-    (MOE, _set(f"{EXPERT.replace('up', 'down')}.input_scale", torch.zeros_like), {"scale-value"}),
-    (FP8, _set(f"{Q}.input_scale", lambda t: -t), {"scale-value"}),
-    (KV, _set("model.layers.1.self_attn.k_proj.k_scale", torch.zeros_like), {"scale-value"}),
-    # 4: what belongs to a weight
-    (MOE, _drop(f"{EXPERT}.input_scale"), {"scale-missing"}),
-    (NVFP4, _drop(f"{Q}.weight_scale_2"), {"scale-missing"}),
-    (FP8, _drop(f"{Q}.weight_scale"), {"scale-missing"}),
-    ("gpt_oss-fp8", _drop("model.layers.0.mlp.experts.down_proj_input_scale"), {"scale-missing"}),
-    (NVFP4, _drop(f"{Q}.weight"), {"scale-orphan"}),
-    (NVFP4, _put("lm_head.input_scale", ONE), {"scale-on-unpacked"}),
-    (FP8, _put(f"{Q}.weight_scale_2", ONE), {"scale-unexpected"}),
-    ("llama-w4a16_nvfp4", _put(f"{Q}.input_scale", ONE), {"scale-unexpected"}),
-    (NVFP4, _put(f"{Q}.pre_quant_scale", torch.ones(128)), {"scale-unexpected"}),
-    (NVFP4, _set(f"{Q}.weight_scale", lambda t: t[:, :4].contiguous()), {"scale-shape"}),
-    ("llama-fp8_pc_pt", _set(f"{Q}.weight_scale", lambda t: t[:1]), {"scale-shape"}),
-    (NVFP4, _set(f"{Q}.weight_scale", lambda t: t.float()), {"scale-dtype"}),
-    (FP8, _set(f"{Q}.weight_scale", lambda t: t.bfloat16()), {"scale-dtype"}),
-    (
-        NVFP4,
-        _set("lm_head.weight", lambda t: t.view(torch.uint8)),
-        {"excluded-but-packed", "scale-missing"},
-    ),
-    (FP8, _set(f"{Q}.weight", lambda t: t.view(torch.uint8)), {"weight-dtype", "group-format"}),
-    ("llama-w4a16_nvfp4", _set(f"{Q}.weight", lambda t: t[:, :4].contiguous()), {"weight-shape"}),
-    # 5 and 6: packed or not, together or not
-    (NVFP4, _set(f"{Q}.weight_scale_2", lambda t: t * 2), {"group-scale"}),
-    (NVFP4, _set("model.layers.1.mlp.up_proj.input_scale", lambda t: t / 2), {"group-scale"}),
-    (MOE, _set(f"{EXPERT}.weight_scale_2", lambda t: t * 1.5), {"group-scale"}),
+    (NVFP4, set_tensor("model.norm.weight", with_nan), {"value-finite"}),
+    (FP8, set_tensor(f"{Q}.weight", with_byte(5, 0xFF)), {"weight-nan"}),
+    (NVFP4, set_tensor(f"{Q}.weight_scale", with_byte(9, 0x7F)), {"scale-value"}),
+    (NVFP4, set_tensor(f"{Q}.weight_scale", with_byte(0, 0)), {"scale-value"}),
+    (NVFP4, set_tensor(f"{Q}.weight_scale", with_byte(1, 0xB8)), {"scale-value"}),
     (
         MOE,
-        _drop(*(f"{EXPERT}.{s}" for s in ("weight", "weight_scale", "weight_scale_2"))),
+        set_tensor(f"{EXPERT.replace('up', 'down')}.input_scale", torch.zeros_like),
+        {"scale-value"},
+    ),
+    (FP8, set_tensor(f"{Q}.input_scale", lambda t: -t), {"scale-value"}),
+    (KV, set_tensor("model.layers.1.self_attn.k_proj.k_scale", torch.zeros_like), {"scale-value"}),
+    # 4: what belongs to a weight
+    (MOE, drop(f"{EXPERT}.input_scale"), {"scale-missing"}),
+    (NVFP4, drop(f"{Q}.weight_scale_2"), {"scale-missing"}),
+    (FP8, drop(f"{Q}.weight_scale"), {"scale-missing"}),
+    ("gpt_oss-fp8", drop("model.layers.0.mlp.experts.down_proj_input_scale"), {"scale-missing"}),
+    (NVFP4, drop(f"{Q}.weight"), {"scale-orphan"}),
+    (NVFP4, put("lm_head.input_scale", ONE), {"scale-on-unpacked"}),
+    (FP8, put(f"{Q}.weight_scale_2", ONE), {"scale-unexpected"}),
+    ("llama-w4a16_nvfp4", put(f"{Q}.input_scale", ONE), {"scale-unexpected"}),
+    (NVFP4, put(f"{Q}.pre_quant_scale", torch.ones(128)), {"scale-unexpected"}),
+    (NVFP4, set_tensor(f"{Q}.weight_scale", lambda t: t[:, :4].contiguous()), {"scale-shape"}),
+    ("llama-fp8_pc_pt", set_tensor(f"{Q}.weight_scale", lambda t: t[:1]), {"scale-shape"}),
+    (NVFP4, set_tensor(f"{Q}.weight_scale", lambda t: t.float()), {"scale-dtype"}),
+    (FP8, set_tensor(f"{Q}.weight_scale", lambda t: t.bfloat16()), {"scale-dtype"}),
+    (
+        NVFP4,
+        set_tensor("lm_head.weight", lambda t: t.view(torch.uint8)),
+        {"excluded-but-packed", "scale-missing"},
+    ),
+    (
+        FP8,
+        set_tensor(f"{Q}.weight", lambda t: t.view(torch.uint8)),
+        {"weight-dtype", "group-format"},
+    ),
+    (
+        "llama-w4a16_nvfp4",
+        set_tensor(f"{Q}.weight", lambda t: t[:, :4].contiguous()),
+        {"weight-shape"},
+    ),
+    # 5 and 6: packed or not, together or not
+    (NVFP4, set_tensor(f"{Q}.weight_scale_2", lambda t: t * 2), {"group-scale"}),
+    (NVFP4, set_tensor("model.layers.1.mlp.up_proj.input_scale", lambda t: t / 2), {"group-scale"}),
+    (MOE, set_tensor(f"{EXPERT}.weight_scale_2", lambda t: t * 1.5), {"group-scale"}),
+    (
+        MOE,
+        drop(*(f"{EXPERT}.{s}" for s in ("weight", "weight_scale", "weight_scale_2"))),
         {"expert-missing", "scale-orphan"},
     ),
-    (KV, _drop("model.layers.0.self_attn.v_proj.v_scale"), {"kv-pair"}),
+    (KV, drop("model.layers.0.self_attn.v_proj.v_scale"), {"kv-pair"}),
     (
         KV,
-        _drop(*(f"model.layers.0.self_attn.{x}_proj.{x}_scale" for x in "kv")),
+        drop(*(f"model.layers.0.self_attn.{x}_proj.{x}_scale" for x in "kv")),
         {"kv-missing"},
     ),
     (
         KV,
-        _drop(*(f"model.layers.{i}.self_attn.{x}_proj.{x}_scale" for i in (0, 1) for x in "kv")),
+        drop(*(f"model.layers.{i}.self_attn.{x}_proj.{x}_scale" for i in (0, 1) for x in "kv")),
         {"kv-config"},
     ),
     (
         NVFP4,
-        _put("model.layers.0.self_attn.k_proj.k_scale", ONE),
+        put("model.layers.0.self_attn.k_proj.k_scale", ONE),
         {"kv-pair", "kv-missing", "kv-config"},
     ),
     (
         KV,
-        _set("model.layers.0.self_attn.v_proj.v_scale", lambda t: t.repeat(2)),
+        set_tensor("model.layers.0.self_attn.v_proj.v_scale", lambda t: t.repeat(2)),
         {"kv-scale-shape"},
     ),
 ]

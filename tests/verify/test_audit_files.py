@@ -3,44 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from damage import FP8, KV, MOE, NVFP4, Q, copied, edit_json, errors, source_of
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from modelopt_lite.verify.audit import audit
-
-GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-NVFP4, FP8, MOE, KV = "llama-nvfp4", "llama-fp8", "qwen3_moe-nvfp4", "llama-nvfp4+kv_fp8"
-Q = "model.layers.0.self_attn.q_proj"
-EXPERT = "model.layers.0.mlp.experts.7.up_proj"
-
-Tensors = dict[str, Tensor]
-
-
-def source_of(case: str) -> Path:
-    return GOLDEN / "inputs" / case.partition("-")[0]
-
-
-def copied(case: str, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(GOLDEN / case / "export", tmp_path / "export"))
-
-
-def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
 
 
 def exclude(folder: Path, change: Callable[[list[str]], Any]) -> None:
@@ -71,10 +43,6 @@ def shard(folder: Path) -> dict[str, Any]:
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def errors(folder: Path, **options: Any) -> set[str]:
-    return {f.rule for f in audit(folder, **options) if f.severity == "error"}
 
 
 CONFIG_DAMAGES: list[tuple[str, Callable[[Path], object], set[str]]] = [

@@ -2,94 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from damage import (
+    EXPERT,
+    GOLDEN,
+    MOE,
+    NVFP4,
+    Q,
+    Tensors,
+    copied,
+    drop,
+    edit,
+    edit_json,
+    errors,
+    put,
+    set_tensor,
+    source_of,
+    with_byte,
+)
 
 from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.errors import AuditError, CheckpointError
 from modelopt_lite.verify.audit import audit, audit_or_raise, compare_with_source
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-NVFP4, FP8, MOE, KV = "llama-nvfp4", "llama-fp8", "qwen3_moe-nvfp4", "llama-nvfp4+kv_fp8"
-Q = "model.layers.0.self_attn.q_proj"
-EXPERT = "model.layers.0.mlp.experts.7.up_proj"
-
-Tensors = dict[str, Tensor]
-
-
-def source_of(case: str) -> Path:
-    return GOLDEN / "inputs" / case.partition("-")[0]
-
-
-def copied(case: str, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(GOLDEN / case / "export", tmp_path / "export"))
-
-
-def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
-def errors(folder: Path, **options: Any) -> set[str]:
-    return {f.rule for f in audit(folder, **options) if f.severity == "error"}
-
-
-def _set(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        edit(folder, lambda t: t.update({name: value(t[name])}))
-
-    return damage
-
-
-def _drop(*names: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        edit(folder, lambda t: [t.pop(name) for name in names])
-
-    return damage
-
-
-def _put(name: str, value: Tensor) -> Callable[[Path], None]:
-    return lambda folder: edit(folder, lambda t: t.update({name: value}))
-
-
-def _byte(at: int, byte: int) -> Callable[[Tensor], Tensor]:
-    def change(tensor: Tensor) -> Tensor:
-        raw = tensor.clone().view(torch.uint8)
-        raw.view(-1)[at] = byte
-        return raw.view(tensor.dtype)
-
-    return change
-
-
-def _nan(tensor: Tensor) -> Tensor:
-    tensor = tensor.clone()
-    tensor.view(-1)[-1] = float("nan")
-    return tensor
-
-
 SOURCE_DAMAGES: list[tuple[Callable[[Path], None], set[str]]] = [
-    (_drop("model.norm.weight"), {"source-missing"}),
-    (_put("model.layers.0.foo.bias", torch.ones(())), {"source-extra"}),
-    (_set("model.norm.weight", _byte(3, 1)), {"source-bytes"}),
-    (_set("model.norm.weight", lambda t: t[:64]), {"source-shape"}),
-    (_set("model.norm.weight", lambda t: t.half()), {"source-dtype"}),
-    (_set(f"{Q}.weight", lambda t: t[:64].contiguous()), {"scale-shape", "source-shape"}),
+    (drop("model.norm.weight"), {"source-missing"}),
+    (put("model.layers.0.foo.bias", torch.ones(())), {"source-extra"}),
+    (set_tensor("model.norm.weight", with_byte(3, 1)), {"source-bytes"}),
+    (set_tensor("model.norm.weight", lambda t: t[:64]), {"source-shape"}),
+    (set_tensor("model.norm.weight", lambda t: t.half()), {"source-dtype"}),
+    (set_tensor(f"{Q}.weight", lambda t: t[:64].contiguous()), {"scale-shape", "source-shape"}),
 ]
 
 
@@ -134,9 +82,9 @@ def test_a_tied_head_is_not_missed_and_an_untied_one_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        _set(f"{Q}.weight", lambda t: t.flip(0).contiguous()),
-        _set(f"{Q}.weight_scale", lambda t: t[:, [7, 6, 5, 4, 3, 2, 1, 0]].contiguous()),
-        _set("model.layers.0.mlp.down_proj.weight_scale_2", lambda t: t * 1.5),
+        set_tensor(f"{Q}.weight", lambda t: t.flip(0).contiguous()),
+        set_tensor(f"{Q}.weight_scale", lambda t: t[:, [7, 6, 5, 4, 3, 2, 1, 0]].contiguous()),
+        set_tensor("model.layers.0.mlp.down_proj.weight_scale_2", lambda t: t * 1.5),
     ],
 )
 def test_deep_finds_wrong_values(damage: Callable[[Path], None], tmp_path: Path) -> None:
@@ -176,7 +124,7 @@ def test_stacked_sources_map_to_single_experts(input_major: bool, tmp_path: Path
     if input_major:  # a wrong orientation must not pass
         for name in ("gate_up_proj", "down_proj"):
             key = f"model.layers.0.mlp.experts.{name}"
-            _set(key, lambda t: t.transpose(1, 2).contiguous())(source)
+            set_tensor(key, lambda t: t.transpose(1, 2).contiguous())(source)
         assert "weight-error" in errors(folder, source=source, deep=True)
         return
     assert audit(folder, source=source, deep=True) == []
