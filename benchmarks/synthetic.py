@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from modelopt_lite.checkpoint.writer import StreamingWriter, plan_layout
+from modelopt_lite.checkpoint.shards import plan_layout
+from modelopt_lite.checkpoint.writer import StreamingWriter
 
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 
 from modelopt_lite.calibrate.data import CalibData, CalibrationData, load_calibration_data
-from modelopt_lite.checkpoint.writer import ShardLayout, parse_size
+from modelopt_lite.checkpoint.shards import ShardLayout
+from modelopt_lite.checkpoint.writer import parse_size
 from modelopt_lite.errors import DegradedError, OutputError, RecipeError
 from modelopt_lite.export.modelopt import QUANT_CONFIG_FILE
 from modelopt_lite.formats.base import Numerics

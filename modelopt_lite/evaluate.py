@@ -161,7 +161,6 @@ def _job(folder: Path, source: Source, trust: bool, device: str | torch.device |
         matrices=[],
         copies=[],
         kv_cache=[],
-        outputs=[],
         excluded={},
         unquantized=[],
         units=find_units(model, ptq_facts(spec).layer_names),

@@ -14,8 +14,8 @@ from torch import nn
 
 from modelopt_lite.build import build_meta_model
 from modelopt_lite.checkpoint.dequant import Source, open_source
+from modelopt_lite.checkpoint.shards import ShardLayout, plan_layout
 from modelopt_lite.checkpoint.sidecars import sidecar_files
-from modelopt_lite.checkpoint.writer import ShardLayout, plan_layout
 from modelopt_lite.errors import CheckpointError, RecipeError
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.offload.units import WeightStore
@@ -42,7 +42,7 @@ class Job:
 
     def layout(self, max_shard_size: int) -> ShardLayout:
         """Return where every byte of the export's weights will lie."""
-        outputs = [(o.name, o.dtype, o.shape) for o in self.plan.outputs]
+        outputs = ((o.name, o.dtype, o.shape) for o in self.plan.outputs)
         return plan_layout(outputs, max_shard_size)
 
     def store(self) -> WeightStore:

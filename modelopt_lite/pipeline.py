@@ -61,7 +61,6 @@ class Exporter:
         for matrix in plan.matrices:
             self._matrices.setdefault(matrix.unit, []).append(matrix)
         _check_groups(plan.matrices)
-        self._written: set[str] = set()
         self.errors: dict[str, ErrorReport] = {}
         self.input_amax: dict[str, Tensor] = {}
 
@@ -93,16 +92,15 @@ class Exporter:
                 self.export(unit, {name: self._source.read(name) for name in names})
         for copies in self._copies.values():
             for copy in copies:
-                if copy.output.name not in self._written:
+                if not self._writer.is_written(copy.output.name):
                     self._copy(copy)
 
     def _is_written(self, matrix: Matrix) -> bool:
-        return all(output.name in self._written for output in matrix.outputs.values())
+        return all(self._writer.is_written(output.name) for output in matrix.outputs.values())
 
     def _write(self, output: Output, tensor: Tensor) -> None:
-        again = output.name in self._written
+        again = self._writer.is_written(output.name)
         self._writer.write(output.name, tensor.to(output.dtype), again=again)
-        self._written.add(output.name)
 
     def _copy(self, copy: Copy) -> None:
         """Copy a tensor's bytes from file to file where they are what is to be written."""
@@ -113,7 +111,6 @@ class Exporter:
             self._write(copy.output, value[copy.region] if copy.region else value)
             return
         self._writer.copy(copy.output.name, self._source.tensors[copy.source])
-        self._written.add(copy.output.name)
 
     def _inputs(self, matrices: Sequence[Matrix]) -> dict[str, Tensor]:
         """Largest magnitude that entered each input group, over all of its members."""
@@ -262,7 +259,7 @@ class _Walk:
 
         if "" in self._units:  # entries that no unit module holds stay for the whole run
             self._enter("")
-        Lockstep(modules, enter=self._enter, leave=leave).run(passes)
+        Lockstep(modules, enter=self._enter, leave=leave, left=release_freed).run(passes)
         if "" in self._units:
             self._leave("")
 

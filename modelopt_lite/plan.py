@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.names import NameMap, Region, map_names, natural_key
 from modelopt_lite.errors import RecipeError, SpecError
-from modelopt_lite.formats.base import Numerics
+from modelopt_lite.formats.base import Numerics, TensorSpec
 from modelopt_lite.formats.linear import FORMATS, LinearFormat, get_format
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ModelSpec, PTQSpec, ptq_facts
@@ -51,7 +52,8 @@ class Matrix:
         shape: [R, K], or as on disk for stacked experts.
         input_major: The reduction axis comes first on disk.
         format: Name of its format.
-        outputs: Suffix ("weight", "weight_scale", …) -> the tensor of the export.
+        parts: The tensors of the export that it becomes; ``outputs`` has their names.
+        stacked: It is all experts of a layer; then ``name`` is that of its tensor.
         weight_group: Matrices of one group share the amax of their weights.
         input_group: Matrices of one group share the amax of their inputs; None: inputs need none.
         entry: The parameter of the model that multiplies its inputs; ``expert`` which of a stack.
@@ -64,7 +66,8 @@ class Matrix:
     shape: tuple[int, ...]
     input_major: bool
     format: str
-    outputs: dict[str, Output]
+    parts: tuple[TensorSpec, ...]
+    stacked: bool
     weight_group: str
     input_group: str | None
     entry: str
@@ -76,6 +79,22 @@ class Matrix:
     def site(self) -> Site:
         """Where its inputs are seen."""
         return Site(self.entry, self.expert)
+
+    @property
+    def outputs(self) -> dict[str, Output]:
+        """Suffix ("weight", "weight_scale", …) -> the tensor of the export.
+
+        Made when asked for: a large model has hundreds of thousands.
+        """
+        return {
+            part.suffix: Output(self._output_name(part.suffix), part.dtype, part.shape)
+            for part in self.parts
+        }
+
+    def _output_name(self, suffix: str) -> str:
+        if not self.stacked:
+            return f"{self.name}.{suffix}"
+        return self.name if suffix == "weight" else f"{self.name}_{suffix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +126,6 @@ class Plan:
         matrices: What is quantized.
         copies: What is not, by the name in the export.
         kv_cache: Scales of the key and value cache.
-        outputs: Every tensor of the export, in order.
         excluded: Module on disk -> why it is not quantized.
         units: How the model is streamed, in the order of its modules.
         notes: What a user should know.
@@ -121,7 +139,6 @@ class Plan:
     matrices: list[Matrix]
     copies: list[Copy]
     kv_cache: list[KVCacheScale]
-    outputs: list[Output]
     excluded: dict[str, str]
     unquantized: list[str]
     units: list[Unit]
@@ -132,6 +149,14 @@ class Plan:
     def format(self) -> LinearFormat:
         """The format of the quantized matrices."""
         return FORMATS[self.recipe.weights]
+
+    @property
+    def outputs(self) -> list[Output]:
+        """Every tensor of the export, in order; made when asked for."""
+        outputs = [copy.output for copy in self.copies]
+        outputs += [output for m in self.matrices for output in m.outputs.values()]
+        outputs += [output for kv in self.kv_cache for output in (kv.key, kv.value)]
+        return sorted(outputs, key=lambda output: natural_key(output.name))
 
     @property
     def needs_calibration(self) -> bool:
@@ -188,12 +213,10 @@ def make_plan(
         matrices=matrices,
         copies=_copies(candidates, matrices, tensors, _widened(ptq, numerics)),
         kv_cache=_kv_cache(model, names, unit_of, ptq) if recipe.kv_cache else [],
-        outputs=[],
         excluded={c.name: c.skip for c in candidates if c.skip},
         unquantized=[],
         units=units,
     )
-    plan.outputs = _ordered_outputs(plan)
     plan.unquantized = _unquantized_modules(plan, model)
     if spec is None:
         plan.fallbacks.append(
@@ -237,6 +260,11 @@ def _matrices(
     ptq: PTQSpec,
 ) -> list[Matrix]:
     fmt = FORMATS[recipe.weights]
+
+    @cache  # most matrices of a model are alike, and then share one tuple
+    def parts(shape: tuple[int, ...], input_major: bool) -> tuple[TensorSpec, ...]:
+        return fmt.tensors(shape, stacked_input_major=input_major)
+
     matrices = []
     for c in candidates:
         if c.skip is not None:
@@ -261,7 +289,8 @@ def _matrices(
                 shape=c.shape,
                 input_major=c.input_major,
                 format=fmt.name,
-                outputs=_outputs(c, fmt),
+                parts=parts(c.shape, c.stacked and c.input_major),
+                stacked=c.stacked,
                 weight_group=fused if fused and fmt.shares_weight_amax and not apart else c.name,
                 input_group=_input_group(c, fused) if fmt.static_input else None,
                 entry=entry,
@@ -278,17 +307,6 @@ def _input_group(c: Candidate, fused: str | None) -> str:
     if c.experts and not c.stacked:
         return f"{c.experts}[{fused.rpartition('[')[2].rstrip(']') if fused else c.role}]"
     return fused or c.name
-
-
-def _outputs(c: Candidate, fmt: LinearFormat) -> dict[str, Output]:
-    outputs = {}
-    for spec in fmt.tensors(c.shape, stacked_input_major=c.stacked and c.input_major):
-        if c.stacked:
-            name = c.name if spec.suffix == "weight" else f"{c.name}_{spec.suffix}"
-        else:
-            name = f"{c.name}.{spec.suffix}"
-        outputs[spec.suffix] = Output(name, spec.dtype, tuple(spec.shape))
-    return outputs
 
 
 def _widened(ptq: PTQSpec, numerics: Numerics) -> frozenset[str]:
@@ -361,13 +379,6 @@ def _first_linear(module: nn.Module) -> str | None:
 
 def _is_skipped(source: str, ptq: PTQSpec) -> bool:
     return any(match_part(p, source.removesuffix(".weight")) for p in ptq.skip_modules)
-
-
-def _ordered_outputs(plan: Plan) -> list[Output]:
-    outputs = [copy.output for copy in plan.copies]
-    outputs += [output for m in plan.matrices for output in m.outputs.values()]
-    outputs += [output for kv in plan.kv_cache for output in (kv.key, kv.value)]
-    return sorted(outputs, key=lambda output: natural_key(output.name))
 
 
 def _unquantized_modules(plan: Plan, model: Any) -> list[str]:

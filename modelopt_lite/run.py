@@ -9,8 +9,9 @@ from typing import Any
 from modelopt_lite.build import eager_experts
 from modelopt_lite.calibrate.data import CalibrationData
 from modelopt_lite.calibrate.observe import Site
+from modelopt_lite.checkpoint.shards import ShardLayout
 from modelopt_lite.checkpoint.sidecars import copy_sidecars
-from modelopt_lite.checkpoint.writer import ShardLayout, StreamingWriter
+from modelopt_lite.checkpoint.writer import StreamingWriter
 from modelopt_lite.export.modelopt import write_configs
 from modelopt_lite.job import Job, versions
 from modelopt_lite.offload.memory import bound_caches

@@ -96,6 +96,7 @@ class Lockstep:
             units, the first of those is next. A unit inside another is part of the outer one.
         enter: Called with a unit's name before its first waiting pass runs; brings it in.
         leave: Called with its name when every pass that waited has left it.
+        left: Called each time that one pass has left a unit.
 
     ``entries`` counts how often each unit was brought in; units inside others are not in it.
     """
@@ -106,12 +107,14 @@ class Lockstep:
         *,
         enter: Callable[[str], None],
         leave: Callable[[str], None],
+        left: Callable[[], None] = lambda: None,
     ) -> None:
         inner = {id(m) for unit in units.values() for m in unit.modules() if m is not unit}
         self._units = {name: unit for name, unit in units.items() if id(unit) not in inner}
         self._order = {name: position for position, name in enumerate(self._units)}
         self._enter = enter
         self._leave = leave
+        self._left = left
         self._hub: greenlet | None = None
         self._jobs: dict[greenlet, _Job] = {}
         self.entries: dict[str, int] = dict.fromkeys(self._units, 0)
@@ -162,6 +165,7 @@ class Lockstep:
         for job in waiting:
             if job.unit == name:
                 self._resume(job, outside)
+                self._left()
         self._leave(name)
 
     def _resume(self, job: _Job, outside: _TorchState) -> None:

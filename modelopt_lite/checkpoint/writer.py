@@ -8,12 +8,10 @@ So the order of writing cannot change the files, and a full disk is found at the
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +19,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from modelopt_lite.checkpoint.header import DTYPE_NAMES, TensorInfo
-from modelopt_lite.checkpoint.reader import INDEX_FILE, SINGLE_FILE, byte_view
+from modelopt_lite.checkpoint.header import TensorInfo
+from modelopt_lite.checkpoint.reader import INDEX_FILE, byte_view
+from modelopt_lite.checkpoint.shards import ShardFile, ShardLayout
 from modelopt_lite.errors import CheckpointError, InternalError, OutputError, RecipeError
 
 _UNITS = {"": 1, "B": 1}
@@ -38,8 +37,6 @@ _NO_RANGE_COPY = {
     errno.ETXTBSY, errno.EIO,
 }  # fmt: skip
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
-
-TensorPlan = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 def parse_size(value: str | int) -> int:
@@ -63,102 +60,13 @@ def parse_size(value: str | int) -> int:
     return size
 
 
-@dataclass(frozen=True, slots=True)
-class ShardFile:
-    """One file to be: its header bytes, length included, and the tensors that follow."""
+@dataclass(slots=True)
+class _Slot:
+    """A tensor to be written, and how far that is."""
 
-    name: str
-    header: bytes
-    tensors: tuple[TensorInfo, ...]
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShardLayout:
-    """Every byte of a checkpoint's weight files and index.
-
-    Attributes:
-        files: The shards in order; paths of their tensors are relative to the folder to be.
-        total_size: Bytes of all tensors, as the index states.
-        index: The bytes of ``model.safetensors.index.json``; empty where one file holds all.
-    """
-
-    files: tuple[ShardFile, ...]
-    total_size: int
-    index: bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes on disk: headers, tensors and index."""
-        return sum(file.size for file in self.files) + len(self.index)
-
-
-def plan_layout(tensors: Sequence[TensorPlan], max_shard_size: int) -> ShardLayout:
-    """Divide tensors into shards, in the given order.
-
-    A shard is closed when the next tensor would take its tensors' bytes above
-    ``max_shard_size``; only a single tensor above the limit exceeds it, alone in its shard. The
-    header, a few hundred bytes per tensor at most, is not counted. Within a shard the tensors lie
-    by descending item size, then in the given order, so each is aligned to its item size.
-
-    Raises:
-        InternalError: No tensors, a name given twice, or a dtype that safetensors lacks.
-    """
-    if not tensors:
-        raise InternalError("a checkpoint without tensors was planned")
-    seen: set[str] = set()
-    groups: list[list[TensorInfo]] = [[]]
-    filled = 0
-    for name, dtype, shape in tensors:
-        if name in seen or name == "__metadata__":
-            raise InternalError(f"tensor {name!r} was planned twice or has a reserved name")
-        if dtype not in DTYPE_NAMES:
-            raise InternalError(f"tensor {name!r} has dtype {dtype}, which safetensors lacks")
-        seen.add(name)
-        info = TensorInfo(name, dtype, tuple(shape), Path(), 0, 0)
-        if groups[-1] and filled + info.nbytes > max_shard_size:
-            groups.append([])
-            filled = 0
-        groups[-1].append(info)
-        filled += info.nbytes
-    count = len(groups)
-    files = tuple(
-        _plan_file(f"model-{i:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE_FILE, group)
-        for i, group in enumerate(groups, start=1)
-    )
-    total_size = sum(info.nbytes for group in groups for info in group)
-    return ShardLayout(files, total_size, _index(files, total_size) if count > 1 else b"")
-
-
-def _plan_file(name: str, tensors: list[TensorInfo]) -> ShardFile:
-    ordered = sorted(tensors, key=lambda info: -info.dtype.itemsize)  # stable
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for info in ordered:
-        entries[info.name] = {
-            "dtype": DTYPE_NAMES[info.dtype],
-            "shape": list(info.shape),
-            "data_offsets": [offset, offset + info.nbytes],
-        }
-        offset += info.nbytes
-    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    raw += b" " * (-len(raw) % 8)
-    header = len(raw).to_bytes(8, "little") + raw
-    position = len(header)
-    path = Path(name)  # one for all: there may be a hundred thousand tensors
-    placed = []
-    for info in ordered:
-        end = position + info.nbytes
-        placed.append(TensorInfo(info.name, info.dtype, info.shape, path, position, end))
-        position = end
-    return ShardFile(name, header, tuple(placed), position)
-
-
-def _index(files: tuple[ShardFile, ...], total_size: int) -> bytes:
-    weight_map = {info.name: file.name for file in files for info in file.tensors}
-    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    # sort_keys, indent and the last newline as transformers writes them
-    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+    info: TensorInfo
+    started: bool = False
+    done: bool = False
 
 
 class StreamingWriter:
@@ -176,9 +84,7 @@ class StreamingWriter:
     def __init__(self, folder: Path, layout: ShardLayout) -> None:
         self.folder = Path(folder)
         self.layout = layout
-        self._slots = {info.name: info for file in layout.files for info in file.tensors}
-        self._started: set[str] = set()
-        self._done: set[str] = set()
+        self._slots = {info.name: _Slot(info) for file in layout.files for info in file.tensors}
         self._lock = threading.Lock()
         self._fds: dict[str, int] = {}
         try:
@@ -219,13 +125,13 @@ class StreamingWriter:
         if tensor.device.type == "meta":
             raise InternalError(f"tensor {name!r} reached the writer without data (meta device)")
         slot = self._claim(name, tensor.dtype, tuple(tensor.shape), again=again)
-        if slot.numel:
+        if slot.info.numel:
             data = byte_view(tensor.detach().to("cpu").contiguous())
             try:
-                _pwrite(self._fds[str(slot.file)], data, slot.start)
+                _pwrite(self._fds[str(slot.info.file)], data, slot.info.start)
             except OSError as error:
                 raise self._output_error(error) from error
-        self._complete(name)
+        slot.done = True
 
     def copy(self, name: str, source: TensorInfo) -> None:
         """Copy a tensor's bytes as they are in a source file, inside the kernel where it can.
@@ -244,10 +150,14 @@ class StreamingWriter:
         except OSError as error:
             raise CheckpointError(f"{source.file}: cannot be read ({error.strerror})") from error
         try:
-            self._copy_bytes(source_fd, source, slot)
+            self._copy_bytes(source_fd, source, slot.info)
         finally:
             os.close(source_fd)
-        self._complete(name)
+        slot.done = True
+
+    def is_written(self, name: str) -> bool:
+        """Whether all of a tensor of the layout was written."""
+        return self._slots[name].done
 
     def finish(self) -> None:
         """Check that every tensor was written, write the index, and bring all to the disk.
@@ -256,7 +166,7 @@ class StreamingWriter:
             InternalError: Tensors are missing.
             OutputError: The write failed.
         """
-        missing = [name for name in self._slots if name not in self._done]
+        missing = [name for name, slot in self._slots.items() if not slot.done]
         if missing:
             raise InternalError(
                 f"{len(missing)} of {len(self._slots)} planned tensors were never written, "
@@ -265,9 +175,9 @@ class StreamingWriter:
         try:
             for fd in self._fds.values():
                 os.fsync(fd)
-            if self.layout.index:
+            if index := self.layout.index:
                 with (self.folder / INDEX_FILE).open("xb") as file:
-                    file.write(self.layout.index)
+                    file.write(index)
                     file.flush()
                     os.fsync(file.fileno())
             _sync_folder(self.folder)
@@ -289,28 +199,25 @@ class StreamingWriter:
             if error.errno not in _NO_FALLOCATE:
                 raise
             os.ftruncate(fd, file.size)
-        _pwrite(fd, memoryview(file.header), 0)
+        _pwrite(fd, memoryview(file.header()), 0)
 
     def _claim(
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...], *, again: bool = False
-    ) -> TensorInfo:
+    ) -> _Slot:
         slot = self._slots.get(name)
         if slot is None:
             raise InternalError(f"tensor {name!r} is not part of the planned checkpoint")
-        if (slot.dtype, slot.shape) != (dtype, shape):
+        planned = slot.info
+        if (planned.dtype, planned.shape) != (dtype, shape):
             raise InternalError(
-                f"tensor {name!r} was planned as {slot.dtype} {list(slot.shape)} but came as "
+                f"tensor {name!r} was planned as {planned.dtype} {list(planned.shape)} but came as "
                 f"{dtype} {list(shape)}"
             )
         with self._lock:
-            if name in self._started and not again:
+            if slot.started and not again:
                 raise InternalError(f"tensor {name!r} was written twice")
-            self._started.add(name)
+            slot.started = True
         return slot
-
-    def _complete(self, name: str) -> None:
-        with self._lock:
-            self._done.add(name)
 
     def _copy_bytes(self, source_fd: int, source: TensorInfo, slot: TensorInfo) -> None:
         fd = self._fds[str(slot.file)]

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from modelopt_lite.checkpoint.dequant import DequantizedSource, model_dtype, open_source
 from modelopt_lite.checkpoint.reader import Checkpoint
-from modelopt_lite.checkpoint.writer import StreamingWriter, plan_layout
+from modelopt_lite.checkpoint.shards import plan_layout
+from modelopt_lite.checkpoint.writer import StreamingWriter
 from modelopt_lite.errors import (
     CheckpointError,
     InternalError,

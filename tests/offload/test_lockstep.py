@@ -215,7 +215,7 @@ def test_an_error_of_the_store(what: str, stack: tuple[Stack, dict[str, nn.Modul
             raise PassError(name)
 
     calls = {"enter": nothing, "leave": nothing, what: fail}
-    lockstep = Lockstep(units, **calls)
+    lockstep = Lockstep(units, enter=calls["enter"], leave=calls["leave"])
     passes = [partial(model, torch.ones(1, 8), [0, 1, 2])] * 2
     with pytest.raises(PassError, match=r"layers\.1"):
         lockstep.run(passes)

@@ -1,0 +1,136 @@
+"""Where every byte of a checkpoint's weight files will lie, from names, dtypes and shapes alone.
+
+A large model has hundreds of thousands of tensors: texts that describe them all (headers, index)
+are made when they are needed and not kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from modelopt_lite.checkpoint.header import DTYPE_NAMES, TensorInfo
+from modelopt_lite.checkpoint.reader import SINGLE_FILE
+from modelopt_lite.errors import InternalError
+
+TensorPlan = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """One file to be: a header, and the tensors that follow it in their order."""
+
+    name: str
+    tensors: tuple[TensorInfo, ...]
+    size: int
+
+    def header(self) -> bytes:
+        """Return its first bytes, length included."""
+        return b"".join(_header((info.name, info.dtype, info.shape) for info in self.tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """Every byte of a checkpoint's weight files and index.
+
+    Attributes:
+        files: The shards in order; paths of their tensors are relative to the folder to be.
+        total_size: Bytes of all tensors, as the index states.
+    """
+
+    files: tuple[ShardFile, ...]
+    total_size: int
+
+    @property
+    def index(self) -> bytes:
+        """The bytes of ``model.safetensors.index.json``; empty where one file holds all."""
+        if len(self.files) == 1:
+            return b""
+        weight_map = {info.name: file.name for file in self.files for info in file.tensors}
+        index = {"metadata": {"total_size": self.total_size}, "weight_map": weight_map}
+        # sort_keys, indent and the last newline as transformers writes them
+        return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on disk: headers, tensors and index."""
+        return sum(file.size for file in self.files) + len(self.index)
+
+
+def plan_layout(tensors: Iterable[TensorPlan], max_shard_size: int) -> ShardLayout:
+    """Divide tensors into shards, in the given order.
+
+    A shard is closed when the next tensor would take its tensors' bytes above
+    ``max_shard_size``; only a single tensor above the limit exceeds it, alone in its shard. The
+    header, a few hundred bytes per tensor at most, is not counted. Within a shard the tensors lie
+    by descending item size, then in the given order, so each is aligned to its item size.
+
+    Raises:
+        InternalError: No tensors, a name given twice, or a dtype that safetensors lacks.
+    """
+    seen: set[str] = set()
+    groups: list[list[TensorPlan]] = [[]]
+    filled = total_size = 0
+    for tensor in tensors:
+        name, dtype, _ = tensor
+        if name in seen or name == "__metadata__":
+            raise InternalError(f"tensor {name!r} was planned twice or has a reserved name")
+        if dtype not in DTYPE_NAMES:
+            raise InternalError(f"tensor {name!r} has dtype {dtype}, which safetensors lacks")
+        seen.add(name)
+        size = _nbytes(tensor)
+        if groups[-1] and filled + size > max_shard_size:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += size
+        total_size += size
+    if not seen:
+        raise InternalError("a checkpoint without tensors was planned")
+    count = len(groups)
+    files = tuple(
+        _plan_file(f"model-{i:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE_FILE, group)
+        for i, group in enumerate(groups, start=1)
+    )
+    return ShardLayout(files, total_size)
+
+
+def _plan_file(name: str, tensors: Sequence[TensorPlan]) -> ShardFile:
+    ordered = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)  # stable
+    position = sum(map(len, _header(ordered)))
+    path = Path(name)  # one for all
+    placed = []
+    for tensor in ordered:
+        end = position + _nbytes(tensor)
+        placed.append(TensorInfo(*tensor, path, position, end))
+        position = end
+    return ShardFile(name, tuple(placed), position)
+
+
+def _nbytes(tensor: TensorPlan) -> int:
+    return prod(tensor[2]) * tensor[1].itemsize
+
+
+def _header(tensors: Iterable[TensorPlan]) -> Iterable[bytes]:
+    """Yield the pieces of a file's first bytes: length, JSON text, and spaces to a whole word."""
+    pieces = [b'{"__metadata__":{"format":"pt"}']
+    offset = 0
+    for tensor in tensors:
+        name, dtype, shape = tensor
+        end = offset + _nbytes(tensor)
+        sizes = ",".join(map(str, shape))
+        pieces.append(
+            f',{json.dumps(name, ensure_ascii=False)}:{{"dtype":"{DTYPE_NAMES[dtype]}",'
+            f'"shape":[{sizes}],"data_offsets":[{offset},{end}]}}'.encode()
+        )
+        offset = end
+    pieces.append(b"}")
+    length = sum(map(len, pieces))
+    pieces.append(b" " * (-length % 8))
+    yield (length + len(pieces[-1])).to_bytes(8, "little")
+    yield from pieces
