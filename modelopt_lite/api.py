@@ -147,12 +147,13 @@ def quantize_and_export(
     check_export_dir(target, folder, overwrite=overwrite)
     check_free_space(target, layout.total_bytes + job.sidecar_bytes())
     _check_budgets(job, data, device_memory, host_memory)
+    budget = None if offload == "none" else _unit_budget(job, data, host_memory)
     report = Report(str(target), chosen.name, job.model_type, details=details)
     with torch.random.fork_rng(devices=[]), make_progress(progress) as tell:
         torch.manual_seed(seed)
         with staged(target, overwrite=overwrite) as work:
             run = Run(job, data, report, verify, tell)
-            run.weights(work, layout, offload == "none", moe_calibrate_all_experts)
+            run.weights(work, layout, budget, moe_calibrate_all_experts)
             run.finish(work)
     if strict and report.degraded:
         raise DegradedError(
@@ -188,6 +189,18 @@ def _check_budgets(
                 f"{name} {budget!r} is {have:,} bytes, and the run needs about {need:,}; give at "
                 "least that, or fewer calibration tokens (calib_size, calib_seq_len)"
             )
+
+
+def _unit_budget(job: Job, data: CalibrationData | None, host_memory: str | int | None) -> int:
+    """Return how many bytes of units may be in memory: two layers, one in use and one read ahead.
+
+    What ``host_memory`` leaves beyond the least that the run needs is for reading further ahead.
+    """
+    one, two = job.unit_bytes()
+    if host_memory is None:
+        return two
+    spare = parse_size(host_memory) - job.memory_estimate(data.tokens if data else 0)
+    return one + spare
 
 
 def _finished(target: Path, details: dict[str, Any]) -> Report | None:

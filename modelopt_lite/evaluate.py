@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -38,8 +38,9 @@ from modelopt_lite.errors import CalibrationError, NonFiniteError
 from modelopt_lite.job import Job, check_model_type, pick_device
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ptq_facts
-from modelopt_lite.offload.lockstep import Lockstep
-from modelopt_lite.offload.memory import bound_caches, release_freed
+from modelopt_lite.offload.memory import bound_caches
+from modelopt_lite.offload.store import Loaded
+from modelopt_lite.offload.stream import StreamedModel
 from modelopt_lite.offload.units import find_units
 from modelopt_lite.output import resolve_checkpoint
 from modelopt_lite.plan import Plan
@@ -255,35 +256,27 @@ def _run(
     model, store = job.model, job.store()
     watch = InputWatch(rounding.visit if rounding else lambda site, x, batched: None)
     watched = rounding.entries if rounding else set()
-    units = {unit.name: unit for unit in job.plan.units}
+    units = job.plan.units
     done: set[str] = set()
 
-    def enter(name: str) -> None:
-        store.bring_in(units[name])
+    def entered(loaded: Loaded) -> None:
         entries = model.state_dict(keep_vars=True)
-        watch.watch({entry: entries[entry] for entry in units[name].entries if entry in watched})
+        watch.watch({entry: entries[entry] for entry in loaded.unit.entries if entry in watched})
 
-    def leave(name: str) -> None:
-        store.take_out(units[name])
-        release_freed()
-        done.add(name)
-        tell(f"unit {name}", len(done), len(units))
+    def leaving(loaded: Loaded, give_back: Callable[[], None]) -> None:
+        give_back()
+        done.add(loaded.unit.name)
+        tell(f"unit {loaded.unit.name}", len(done), len(units))
 
     def forward(ids_BT: Tensor) -> float:
         with watch:
             logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
         return _summed_loss(logits_BTV[:, :-1], ids_BT[:, 1:])
 
-    with eager_experts(model), torch.inference_mode():
-        if "" in units:  # entries that no unit module holds stay for the whole run
-            enter("")
-        modules = {name: model.get_submodule(name) for name in units if name}
-        losses = Lockstep(modules, enter=enter, leave=leave).run(
-            [partial(forward, ids_BT) for ids_BT in batches]
-        )
-        if "" in units:
-            leave("")
-    return losses
+    _, budget = job.unit_bytes()
+    streamed = StreamedModel(model, store, units, budget=budget, entered=entered, leaving=leaving)
+    with eager_experts(model), torch.inference_mode(), streamed:
+        return streamed.run_together([partial(forward, ids_BT) for ids_BT in batches])
 
 
 def _summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> float:

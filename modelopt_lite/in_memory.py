@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from modelopt_lite.build import eager_experts, quiet_transformers
 from modelopt_lite.calibrate.attention import watch_attention
 from modelopt_lite.calibrate.observe import InputWatch
+from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.checkpoint.writer import StreamingWriter, parse_size
 from modelopt_lite.errors import CalibrationError
+from modelopt_lite.export.exporter import Evidence, Exporter
 from modelopt_lite.export.quantize import check_finite
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.job import Job, check_model_type, pick_device, plan_for
 from modelopt_lite.output import check_export_dir, check_free_space, resolve_checkpoint, staged
-from modelopt_lite.pipeline import Evidence, Exporter
 from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.report import Report
 from modelopt_lite.run import Run, fill_report, run_details
@@ -118,13 +119,13 @@ def export_hf(
     report = Report(str(target), state.recipe.name, model_type, details=details)
     run = Run(job, None, report, verify, lambda phase, done, total: None)
     with staged(target, overwrite=overwrite) as work:
-        with StreamingWriter(work, layout) as writer, torch.no_grad():
-            exporter = Exporter(plan, on_disk, writer, state.evidence, verify)
-            for unit in plan.units:
-                values = _in_memory(model, job, unit.entries)
-                check_finite(values)
-                exporter.export(unit, values)
-            exporter.export_rest(plan.units)
+        with StreamingWriter(work, layout) as writer:
+            with WriteBehind(writer) as sink, torch.no_grad():
+                exporter = Exporter(plan, on_disk, sink, state.evidence, verify)
+                for unit in plan.units:
+                    values = _in_memory(model, job, unit.entries)
+                    exporter.export(unit, values, check_finite(values))
+                exporter.export_rest(plan.units)
             writer.finish()
         fill_report(report, job, exporter, state.evidence)
         report.export_bytes = layout.total_size

@@ -18,7 +18,7 @@ from modelopt_lite.checkpoint.shards import ShardLayout, plan_layout
 from modelopt_lite.checkpoint.sidecars import sidecar_files
 from modelopt_lite.errors import CheckpointError, RecipeError
 from modelopt_lite.formats.base import Numerics
-from modelopt_lite.offload.units import WeightStore
+from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.plan import Plan, make_plan
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import TensorShape
@@ -57,6 +57,14 @@ class Job:
             device=self.device,
         )
 
+    def unit_bytes(self) -> tuple[int, int]:
+        """Return the bytes of weights in memory at the least, and with one layer read ahead."""
+        store = self.store()
+        sizes = {unit: store.bytes_of(unit) for unit in self.plan.units}
+        whole = sum(size for unit, size in sizes.items() if not unit.name)
+        layer = max((size for unit, size in sizes.items() if unit.is_layer), default=0)
+        return whole + max(sizes.values()), whole + max(2 * layer, *sizes.values())
+
     def sidecar_bytes(self) -> int:
         """Return the size of the files that are copied."""
         return sum((self.folder / path).stat().st_size for path in sidecar_files(self.folder))
@@ -67,9 +75,7 @@ class Job:
         One unit of weights with room to quantize its largest matrix, and two hidden states of
         every waiting token.
         """
-        entries = self.model.state_dict(keep_vars=True)
-        sizes = {name: t.numel() * t.element_size() for name, t in entries.items()}
-        unit = max(sum(sizes[e] for e in u.entries) for u in self.plan.units)
+        unit, _ = self.unit_bytes()
         matrix = max(math.prod(m.shape) for m in self.plan.matrices)
         config = self.model.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -9,13 +9,15 @@ from typing import Any
 from modelopt_lite.build import eager_experts
 from modelopt_lite.calibrate.data import CalibrationData
 from modelopt_lite.calibrate.observe import Site
+from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.shards import ShardLayout
 from modelopt_lite.checkpoint.sidecars import copy_sidecars
 from modelopt_lite.checkpoint.writer import StreamingWriter
+from modelopt_lite.export.exporter import Evidence, Exporter
 from modelopt_lite.export.modelopt import write_configs
 from modelopt_lite.job import Job, versions
 from modelopt_lite.offload.memory import bound_caches
-from modelopt_lite.pipeline import Evidence, Exporter, run_calibrated
+from modelopt_lite.pipeline import run_calibrated
 from modelopt_lite.plan import Plan
 from modelopt_lite.progress import Progress
 from modelopt_lite.report import Report, peak_memory_bytes
@@ -32,30 +34,34 @@ class Run:
     verify: bool
     tell: Progress
 
-    def weights(self, folder: Path, layout: ShardLayout, resident: bool, all_experts: bool) -> None:
-        """Write the weight files."""
+    def weights(
+        self, folder: Path, layout: ShardLayout, budget: int | None, all_experts: bool
+    ) -> None:
+        """Write the weight files; ``budget`` is as for `run_calibrated`."""
         bound_caches()
         job, evidence = self.job, Evidence()
         with StreamingWriter(folder, layout) as writer:
-            exporter = Exporter(job.plan, job.source, writer, evidence, self.verify)
-            if self.data is not None:
-                batches = [batch.to(job.device) for batch in self.data.batches]
-                with self.report.phase("calibrate and quantize"), eager_experts(job.model):
-                    run_calibrated(
-                        job.plan,
-                        job.model,
-                        job.store(),
-                        exporter,
-                        evidence,
-                        batches,
-                        resident=resident,
-                        model_type=job.model_type,
-                        all_experts=all_experts,
-                        progress=self.tell,
-                    )
-            with self.report.phase("quantize and copy the rest"):
-                exporter.export_rest(job.plan.units)
-                writer.finish()
+            with WriteBehind(writer) as sink:
+                exporter = Exporter(job.plan, job.source, sink, evidence, self.verify)
+                if self.data is not None:
+                    batches = [batch.to(job.device) for batch in self.data.batches]
+                    with self.report.phase("calibrate and quantize"), eager_experts(job.model):
+                        run_calibrated(
+                            job.plan,
+                            job.model,
+                            job.store(),
+                            exporter,
+                            sink,
+                            batches,
+                            budget=budget,
+                            model_type=job.model_type,
+                            all_experts=all_experts,
+                            progress=self.tell,
+                        )
+                with self.report.phase("quantize and copy the rest"):
+                    exporter.export_rest(job.plan.units)
+                    sink.flush()
+            writer.finish()
         fill_report(self.report, job, exporter, evidence)
         self.report.export_bytes = layout.total_size
 

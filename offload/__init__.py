@@ -49,8 +49,9 @@ if TYPE_CHECKING:
     from modelopt_lite.offload.managerstate import DEFAULT_MANAGER_NAME
     from modelopt_lite.offload.replan import StrategyReplanStatus
     from modelopt_lite.offload.selection import Selection, select
+    from modelopt_lite.offload.store import WeightStore
     from modelopt_lite.offload.tensors import TensorManager
-    from modelopt_lite.offload.units import Unit, WeightStore, find_units
+    from modelopt_lite.offload.units import Unit, find_units
 
 # Loaded on first use: patterns and configs are needed where torch is not.
 _WHERE = {
@@ -66,7 +67,7 @@ _WHERE = {
     "StrategyReplanStatus": "replan",
     "TensorManager": "tensors",
     "Unit": "units",
-    "WeightStore": "units",
+    "WeightStore": "store",
     "clear_profiling_durations": "api",
     "current_device": "device",
     "find_units": "units",

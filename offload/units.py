@@ -1,4 +1,4 @@
-"""Units of a model, and the store that brings their weights in from a checkpoint and lets them go.
+"""Units of a model: the modules whose weights come and go together.
 
 Units partition the entries (parameters and persistent buffers) of a model: every decoder layer is
 a unit, and outside of layers every module without children that holds entries. What a module with
@@ -7,17 +7,11 @@ children holds itself, outside of layers, is brought in at the start and stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from modelopt_lite.checkpoint.fill import read_entries
-from modelopt_lite.checkpoint.names import NameMap, TensorGroup
-
-_ALIGN = 64  # bytes; a cache line, and enough for every dtype
+from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,119 +106,3 @@ def _repeated_children(model: nn.Module) -> list[str]:
         return []
     size, name = max(candidates, key=lambda pair: pair[0])
     return [f"{name}.{index}" for index in range(size)]
-
-
-class WeightStore:
-    """Brings units' entries from a checkpoint into a model, and takes them out again.
-
-    Args:
-        model: The model, on the meta device; its entries are replaced while a unit is in.
-        names: The correspondence of the model's entries and the tensors on disk.
-        read: ``read(name, out)`` reads one tensor from the checkpoint.
-        keep_dtype: Whether an entry keeps the disk's dtype rather than the model's.
-        device: Where the weights go.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        names: NameMap,
-        read: Callable[[str, Tensor | None], Tensor],
-        *,
-        keep_dtype: Callable[[str], bool],
-        dtype_on_disk: Callable[[str], torch.dtype],
-        device: torch.device,
-    ) -> None:
-        self._model = model
-        self._names = names
-        self._read = read
-        self._keep_dtype = keep_dtype
-        self._dtype_on_disk = dtype_on_disk
-        self._device = device
-        self._blank = model.state_dict(keep_vars=True)
-        self._arena: Tensor | None = None
-        self._arena_unit: str | None = None
-
-    def bring_in(self, unit: Unit) -> dict[str, Tensor]:
-        """Read a unit's tensors and put them into the model.
-
-        Returns:
-            Name on disk -> values in the dtype on disk. Where the model holds them unchanged, they
-            are views of its memory, valid until `take_out`.
-        """
-        groups, buffers = self._allocate(unit)
-        sources: dict[str, Tensor] = {}
-        for group in groups:
-            read_entries(group, self._read_to, buffers, keep=sources.__setitem__)
-        for entry in unit.entries:
-            resolved = self._names.resolve(entry)
-            if resolved in buffers:
-                set_entry(self._model, entry, buffers[resolved], like=self._blank[entry])
-        return sources
-
-    def take_out(self, unit: Unit) -> None:
-        """Put a unit's entries back to where they were before `bring_in`; frees its memory."""
-        for entry in unit.entries:
-            set_entry(self._model, entry, self._blank[entry], like=self._blank[entry])
-        if unit.name == self._arena_unit:
-            self._arena_unit = None
-
-    def _read_to(self, name: str, out: Tensor | None) -> Tensor:
-        """Read a tensor in the dtype on disk, and put it into ``out``, which may have another."""
-        if out is not None and out.dtype == self._dtype_on_disk(name):
-            return self._read(name, out)
-        value = self._read(name, None).to(self._device)
-        if out is not None:
-            out.copy_(value)
-        return value
-
-    def _allocate(self, unit: Unit) -> tuple[list[TensorGroup], dict[str, Tensor]]:
-        """Give every target of the unit's groups its room, in the reused arena where it is free."""
-        found = (self._names.by_target.get(self._names.resolve(e)) for e in unit.entries)
-        groups = list({id(group): group for group in found if group is not None}.values())
-        plans, end = [], 0
-        for group in groups:
-            for target in group.targets:
-                blank = self._blank[target]
-                dtype = self._dtype_for(target, group, blank)
-                plans.append((target, end, blank.shape, dtype))
-                size = blank.numel() * dtype.itemsize
-                end += -(-size // _ALIGN) * _ALIGN
-        room = self._room(end, unit)
-        buffers = {
-            target: room[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-            for target, start, shape, dtype in plans
-        }
-        return groups, buffers
-
-    def _dtype_for(self, target: str, group: TensorGroup, blank: Tensor) -> torch.dtype:
-        """The model's dtype, but for entries that keep the disk's and for whole numbers."""
-        on_disk = self._dtype_on_disk(group.sources[0])
-        if self._keep_dtype(target) or not blank.dtype.is_floating_point:
-            return on_disk
-        return blank.dtype
-
-    def _room(self, size: int, unit: Unit) -> Tensor:
-        """Bytes for one unit: layers of equal size take turns in one arena, others get their own.
-
-        One arena keeps the peak at one layer whatever the depth: freed and allocated again, blocks
-        of slightly different sizes would fragment the heap.
-        """
-        if not unit.is_layer or self._arena_unit is not None:
-            return torch.empty(size, dtype=torch.uint8, device=self._device)
-        if self._arena is None or self._arena.numel() < size:
-            self._arena = None  # before the new one, so that both never exist together
-            self._arena = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._arena_unit = unit.name
-        return self._arena
-
-
-def set_entry(model: nn.Module, entry: str, value: Tensor, *, like: Tensor) -> None:
-    """Make ``value`` the parameter or buffer called ``entry``; ``like`` says which of the two."""
-    path, _, leaf = entry.rpartition(".")
-    module = model.get_submodule(path)
-    if isinstance(like, nn.Parameter):
-        parameter = value if value is like else nn.Parameter(value, requires_grad=False)
-        module._parameters[leaf] = parameter
-    else:
-        module._buffers[leaf] = value

@@ -61,7 +61,7 @@ def parse_size(value: str | int) -> int:
 
 
 @dataclass(slots=True)
-class _Slot:
+class Slot:
     """A tensor to be written, and how far that is."""
 
     info: TensorInfo
@@ -84,7 +84,7 @@ class StreamingWriter:
     def __init__(self, folder: Path, layout: ShardLayout) -> None:
         self.folder = Path(folder)
         self.layout = layout
-        self._slots = {info.name: _Slot(info) for file in layout.files for info in file.tensors}
+        self._slots = {info.name: Slot(info) for file in layout.files for info in file.tensors}
         self._lock = threading.Lock()
         self._fds: dict[str, int] = {}
         try:
@@ -122,9 +122,34 @@ class StreamingWriter:
                 another dtype or shape than planned; a tensor without data (meta device).
             OutputError: The write failed.
         """
+        slot = self.claim(name, tensor.dtype, tuple(tensor.shape), again=again)
+        self.fill(slot, tensor)
+
+    def claim(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], *, again: bool = False
+    ) -> Slot:
+        """Take the place of a tensor, to `fill` it later from any thread; see `write`."""
+        slot = self._slots.get(name)
+        if slot is None:
+            raise InternalError(f"tensor {name!r} is not part of the planned checkpoint")
+        planned = slot.info
+        if (planned.dtype, planned.shape) != (dtype, shape):
+            raise InternalError(
+                f"tensor {name!r} was planned as {planned.dtype} {list(planned.shape)} but came as "
+                f"{dtype} {list(shape)}"
+            )
+        with self._lock:
+            if slot.started and not again:
+                raise InternalError(f"tensor {name!r} was written twice")
+            slot.started = True
+        return slot
+
+    def fill(self, slot: Slot, tensor: Tensor) -> None:
+        """Write a tensor into the slot that `claim` gave for it."""
         if tensor.device.type == "meta":
-            raise InternalError(f"tensor {name!r} reached the writer without data (meta device)")
-        slot = self._claim(name, tensor.dtype, tuple(tensor.shape), again=again)
+            raise InternalError(
+                f"tensor {slot.info.name!r} reached the writer without data (meta device)"
+            )
         if slot.info.numel:
             data = byte_view(tensor.detach().to("cpu").contiguous())
             try:
@@ -142,9 +167,12 @@ class StreamingWriter:
             CheckpointError: The source cannot be read.
             OutputError: The write failed.
         """
+        self.copy_into(self.claim(name, source.dtype, source.shape), source)
+
+    def copy_into(self, slot: Slot, source: TensorInfo) -> None:
+        """Copy a tensor's bytes into the slot that `claim` gave for it; see `copy`."""
         if source.end - source.start != source.nbytes:
             raise InternalError(f"tensor {source.name!r} is not stored as it is presented")
-        slot = self._claim(name, source.dtype, source.shape)
         try:
             source_fd = os.open(source.file, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -155,9 +183,9 @@ class StreamingWriter:
             os.close(source_fd)
         slot.done = True
 
-    def is_written(self, name: str) -> bool:
-        """Whether all of a tensor of the layout was written."""
-        return self._slots[name].done
+    def is_claimed(self, name: str) -> bool:
+        """Whether a tensor of the layout was written, or is about to be."""
+        return self._slots[name].started
 
     def finish(self) -> None:
         """Check that every tensor was written, write the index, and bring all to the disk.
@@ -200,24 +228,6 @@ class StreamingWriter:
                 raise
             os.ftruncate(fd, file.size)
         _pwrite(fd, memoryview(file.header()), 0)
-
-    def _claim(
-        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], *, again: bool = False
-    ) -> _Slot:
-        slot = self._slots.get(name)
-        if slot is None:
-            raise InternalError(f"tensor {name!r} is not part of the planned checkpoint")
-        planned = slot.info
-        if (planned.dtype, planned.shape) != (dtype, shape):
-            raise InternalError(
-                f"tensor {name!r} was planned as {planned.dtype} {list(planned.shape)} but came as "
-                f"{dtype} {list(shape)}"
-            )
-        with self._lock:
-            if slot.started and not again:
-                raise InternalError(f"tensor {name!r} was written twice")
-            slot.started = True
-        return slot
 
     def _copy_bytes(self, source_fd: int, source: TensorInfo, slot: TensorInfo) -> None:
         fd = self._fds[str(slot.file)]

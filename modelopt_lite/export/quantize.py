@@ -18,6 +18,7 @@ Write = Callable[[Output, Tensor], None]
 def quantize_matrices(
     matrices: Iterable[Matrix],
     sources: Mapping[str, Tensor],
+    source_amax: Mapping[str, Tensor],
     input_amax: Mapping[str, Tensor],
     write: Write,
     *,
@@ -29,6 +30,7 @@ def quantize_matrices(
     Args:
         matrices: All matrices of one unit; no weight group may lie in two units.
         sources: Name on disk -> values in the dtype of the disk.
+        source_amax: Name on disk -> largest magnitude, as `check_finite` gives it.
         input_amax: Input group -> 0-d amax of what enters it.
         write: Takes each finished tensor.
         numerics: Arithmetic of scales and quotients.
@@ -36,12 +38,9 @@ def quantize_matrices(
 
     Returns:
         Module -> how far it is from its source; empty without ``verify``.
-
-    Raises:
-        NonFiniteError: A weight holds NaN or infinity.
     """
     matrices = list(matrices)
-    group_amax = _weight_amax(matrices, sources)
+    group_amax = _weight_amax(matrices, sources, source_amax)
     errors = {}
     for matrix in matrices:
         fmt = FORMATS[matrix.format]
@@ -65,15 +64,24 @@ def quantize_matrices(
     return errors
 
 
-def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raise `NonFiniteError` that names the first tensor with a NaN or an infinity in it."""
+def check_finite(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the largest magnitude of each tensor of floating-point numbers.
+
+    Raises:
+        NonFiniteError: It names the first tensor with a NaN or an infinity in it.
+    """
+    largest = {}
     for name, value in tensors.items():
-        if value.is_floating_point() and not bool(torch.isfinite(amax(value))):
+        if not value.is_floating_point():
+            continue
+        largest[name] = amax(value)
+        if not bool(torch.isfinite(largest[name])):
             bad = int((~torch.isfinite(value)).sum())
             raise NonFiniteError(
                 f"tensor {name!r} holds {bad} values that are NaN or infinite; repair the "
                 "checkpoint or download it again"
             )
+    return largest
 
 
 def _value(matrix: Matrix, sources: Mapping[str, Tensor]) -> Tensor:
@@ -83,13 +91,13 @@ def _value(matrix: Matrix, sources: Mapping[str, Tensor]) -> Tensor:
     return value.mT if matrix.input_major and value.ndim == 2 else value
 
 
-def _weight_amax(matrices: Iterable[Matrix], sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Largest magnitude of each weight group; every weight is checked on the way."""
+def _weight_amax(
+    matrices: Iterable[Matrix], sources: Mapping[str, Tensor], source_amax: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Largest magnitude of each weight group."""
     groups: dict[str, Tensor] = {}
     for matrix in matrices:
-        own = amax(_value(matrix, sources))
-        if not bool(torch.isfinite(own)):
-            check_finite({matrix.source: sources[matrix.source]})
+        own = amax(_value(matrix, sources)) if matrix.region else source_amax[matrix.source]
         before = groups.get(matrix.weight_group)
         groups[matrix.weight_group] = own if before is None else torch.maximum(before, own)
     return groups

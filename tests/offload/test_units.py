@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from modelopt_lite.checkpoint.names import map_names
 from modelopt_lite.job import Job, prepare
 from modelopt_lite.offload import Unit, WeightStore, find_units
+from modelopt_lite.offload.store import Loaded
 from modelopt_lite.recipes import load_recipe
 
 MakeCheckpoint = Callable[..., Path]
@@ -34,6 +35,17 @@ def loaded(folder: Path) -> Any:
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def bring_in(store: WeightStore, unit: Unit) -> Loaded:
+    weights = store.load(unit)
+    store.attach(weights)
+    return weights
+
+
+def take_out(store: WeightStore, weights: Loaded) -> None:
+    store.detach(weights.unit)
+    store.release(weights)
 
 
 # --- find_units
@@ -144,7 +156,7 @@ def test_filled_equals_from_pretrained(kind: str, checkpoint: MakeCheckpoint) ->
     job, expected = job_for(folder), loaded(folder)
     store = job.store()
     for unit in job.plan.units:
-        store.bring_in(unit)
+        bring_in(store, unit)
     made = job.model.state_dict()
     wanted = expected.state_dict()
     assert list(made) == list(wanted)
@@ -167,12 +179,12 @@ def test_taken_out_leaves_the_model_as_it_was(kind: str, checkpoint: MakeCheckpo
     before = job.model.state_dict(keep_vars=True)
     store = job.store()
     for unit in job.plan.units:
-        store.bring_in(unit)
+        weights = bring_in(store, unit)
         here = job.model.state_dict()
         assert not any(here[entry].is_meta for entry in unit.entries)
         elsewhere = before.keys() - set(unit.entries)
         assert all(here[e].is_meta == before[e].is_meta for e in elsewhere)
-        store.take_out(unit)
+        take_out(store, weights)
     after = job.model.state_dict(keep_vars=True)
     assert list(after) == list(before)
     assert all(after[name] is before[name] for name in before)
@@ -185,9 +197,9 @@ def test_layers_take_turns_in_one_arena(checkpoint: MakeCheckpoint) -> None:
     first, second = (unit for unit in job.plan.units if unit.is_layer)
     addresses = []
     for unit in (first, second, first):
-        store.bring_in(unit)
+        weights = bring_in(store, unit)
         addresses.append(storages(job.model, unit))
-        store.take_out(unit)
+        take_out(store, weights)
     assert len(addresses[0]) == 1  # every entry of a unit is in the same block
     assert addresses[0] == addresses[1] == addresses[2]
 
@@ -204,12 +216,10 @@ def test_a_layer_that_is_in_keeps_its_memory(checkpoint: MakeCheckpoint) -> None
     store = job.store()
     layers = [unit for unit in job.plan.units if unit.is_layer]
     others = [unit for unit in job.plan.units if not unit.is_layer]
-    store.bring_in(layers[0])
+    bring_in(store, layers[0])
     for unit in others:
-        store.bring_in(unit)
-        store.take_out(unit)
-    store.bring_in(layers[1])
-    store.take_out(others[0])
+        take_out(store, bring_in(store, unit))
+    bring_in(store, layers[1])
     here = job.model.state_dict()
     for unit in layers:
         for entry in unit.entries:
@@ -224,7 +234,7 @@ def test_sources_are_views_where_the_model_holds_them(checkpoint: MakeCheckpoint
     job = job_for(folder)
     store = job.store()
     layer = next(unit for unit in job.plan.units if unit.is_layer)
-    sources = store.bring_in(layer)
+    sources = bring_in(store, layer).sources
     disk = load_file(folder / "model.safetensors")
     assert set(sources) == {name for name in disk if name.startswith(f"{layer.name}.")}
     for name, value in sources.items():
@@ -249,7 +259,7 @@ def test_dtype_on_disk_is_kept_where_the_spec_says_so(checkpoint: MakeCheckpoint
     job = job_for(folder)
     store = job.store()
     for unit in job.plan.units:
-        sources = store.bring_in(unit)
+        sources = bring_in(store, unit).sources
         if query in sources:  # what is exported keeps every bit of the source
             assert sources[query].dtype == torch.float32
             assert torch.equal(sources[query], wide)
@@ -267,10 +277,10 @@ def test_tied_embeddings_on_both_sides(checkpoint: MakeCheckpoint) -> None:
     units = {unit.name: unit for unit in job.plan.units}
     values = []
     for name in ("model.embed_tokens", "lm_head"):
-        sources = store.bring_in(units[name])
-        assert list(sources) == ["model.embed_tokens.weight"]
+        weights = bring_in(store, units[name])
+        assert list(weights.sources) == ["model.embed_tokens.weight"]
         values.append(job.model.get_parameter(f"{name}.weight").clone())
-        store.take_out(units[name])
+        take_out(store, weights)
         assert job.model.get_parameter(f"{name}.weight").is_meta
     assert torch.equal(*values)
 
@@ -299,12 +309,12 @@ def test_whole_numbers_and_buffers() -> None:
         device=torch.device("cpu"),
     )
     (unit,) = find_units(model, [])
-    store.bring_in(unit)
+    weights = bring_in(store, unit)
     here = model.state_dict()
     assert all(
         torch.equal(here[name], t) and here[name].dtype == t.dtype for name, t in disk.items()
     )
     assert len(list(model.parameters())) == 2
-    store.take_out(unit)
+    take_out(store, weights)
     assert all(t.is_meta for t in model.state_dict().values())
     assert len(list(model.buffers())) == 3

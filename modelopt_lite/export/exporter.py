@@ -1,0 +1,179 @@
+"""Turn finished units into tensors of the export, whatever schedule finished them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from modelopt_lite.calibrate.attention import CacheStats
+from modelopt_lite.calibrate.observe import InputStats, Site
+from modelopt_lite.checkpoint.behind import WriteBehind
+from modelopt_lite.checkpoint.dequant import Source
+from modelopt_lite.errors import CalibrationError, NonFiniteError, SpecError
+from modelopt_lite.export.quantize import check_finite, quantize_matrices
+from modelopt_lite.formats import fp8
+from modelopt_lite.formats.linear import ErrorReport
+from modelopt_lite.offload.units import Unit
+from modelopt_lite.plan import Copy, Matrix, Output, Plan
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What calibration saw."""
+
+    inputs: InputStats = field(default_factory=InputStats)
+    cache: CacheStats = field(default_factory=CacheStats)
+
+
+class Exporter:
+    """Quantizes and writes units, each as soon as its statistics are final.
+
+    Args:
+        plan: What to do.
+        source: The checkpoint.
+        sink: Where tensors go.
+        evidence: What calibration saw; filled before a unit is exported.
+        verify: Compare packed matrices with the source while it is in memory.
+    """
+
+    def __init__(
+        self, plan: Plan, source: Source, sink: WriteBehind, evidence: Evidence, verify: bool
+    ) -> None:
+        self._plan = plan
+        self._source = source
+        self._sink = sink
+        self.evidence = evidence
+        self._verify = verify
+        self._copies: dict[str, list[Copy]] = {}
+        for copy in plan.copies:
+            self._copies.setdefault(copy.source, []).append(copy)
+        self._matrices: dict[str, list[Matrix]] = {}
+        for matrix in plan.matrices:
+            self._matrices.setdefault(matrix.unit, []).append(matrix)
+        _check_groups(plan.matrices)
+        self.errors: dict[str, ErrorReport] = {}
+        self.input_amax: dict[str, Tensor] = {}
+
+    def export(self, unit: Unit, sources: Mapping[str, Tensor], amax: Mapping[str, Tensor]) -> None:
+        """Write everything that a unit's tensors become. May be called again for the same unit.
+
+        Args:
+            unit: The unit; what it reads has been seen, in full.
+            sources: Name on disk -> values, which must not change until the sink has written them.
+            amax: Name on disk -> largest magnitude, as `check_finite` gives it.
+        """
+        matrices = self._matrices.get(unit.name, [])
+        self.input_amax.update(self._inputs(matrices))
+        self.errors.update(
+            quantize_matrices(
+                matrices,
+                sources,
+                amax,
+                self.input_amax,
+                self._write,
+                numerics=self._plan.numerics,
+                verify=self._verify,
+            )
+        )
+        for name, value in sources.items():
+            for copy in self._copies.get(name, ()):
+                self._write(copy.output, value[copy.region] if copy.region else value)
+        self._export_cache_scales(unit)
+
+    def export_rest(self, units: Sequence[Unit]) -> None:
+        """Write what no forward pass brought in: units that did not run, and foreign tensors."""
+        for unit in units:
+            missing = [m for m in self._matrices.get(unit.name, []) if not self._is_written(m)]
+            if missing:
+                names = dict.fromkeys(m.source for m in missing)
+                sources = {name: self._source.read(name) for name in names}
+                self.export(unit, sources, check_finite(sources))
+        for copies in self._copies.values():
+            for copy in copies:
+                if not self._sink.is_taken(copy.output.name):
+                    self._copy(copy)
+
+    def _is_written(self, matrix: Matrix) -> bool:
+        return all(self._sink.is_taken(output.name) for output in matrix.outputs.values())
+
+    def _write(self, output: Output, tensor: Tensor) -> None:
+        again = self._sink.is_taken(output.name)
+        self._sink.write(output.name, tensor.to(output.dtype), again=again)
+
+    def _copy(self, copy: Copy) -> None:
+        """Copy a tensor's bytes from file to file where they are what is to be written."""
+        decoded = copy.source in getattr(self._source, "consumed", {})
+        cast = copy.output.dtype != self._source.tensors[copy.source].dtype
+        if copy.region or decoded or cast:
+            value = self._source.read(copy.source)
+            self._write(copy.output, value[copy.region] if copy.region else value)
+            return
+        self._sink.copy(copy.output.name, self._source.tensors[copy.source])
+
+    def _inputs(self, matrices: Sequence[Matrix]) -> dict[str, Tensor]:
+        """Largest magnitude that entered each input group, over all of its members."""
+        amax: dict[str, Tensor] = {}
+        for matrix in matrices:
+            if matrix.input_group is None:
+                continue
+            for site in self._sites(matrix):
+                seen = self.evidence.inputs.amax.get(site)
+                if seen is None:
+                    continue
+                before = amax.get(matrix.input_group)
+                amax[matrix.input_group] = seen if before is None else torch.maximum(before, seen)
+        for matrix in matrices:
+            if matrix.input_group is None:
+                continue
+            value = amax.get(matrix.input_group)
+            if value is None:
+                raise CalibrationError(
+                    f"no calibration data reached {matrix.name!r} (or any of its peers), so its "
+                    "inputs have no scale; give more calibration data, exclude the module in the "
+                    "recipe, or use a recipe without static input scales"
+                )
+            if not bool(torch.isfinite(value)):
+                raise NonFiniteError(
+                    f"the inputs of {matrix.name!r} became NaN or infinite during calibration; "
+                    "exclude it in the recipe, or run the model in a wider dtype"
+                )
+        return amax
+
+    def _sites(self, matrix: Matrix) -> list[Site]:
+        if matrix.expert is None and len(matrix.shape) == 3:
+            return [Site(matrix.entry, expert) for expert in range(matrix.shape[0])]
+        return [matrix.site]
+
+    def _export_cache_scales(self, unit: Unit) -> None:
+        for scales in self._plan.kv_cache:
+            if scales.unit != unit.name:
+                continue
+            for output, seen in (
+                (scales.key, self.evidence.cache.key),
+                (scales.value, self.evidence.cache.value),
+            ):
+                if scales.module not in seen:
+                    raise CalibrationError(
+                        f"no keys or values of the attention layer {scales.module!r} were seen, so "
+                        "its KV cache has no scales; run without kv_cache"
+                    )
+                self._write(output, fp8.scale_from_amax(seen[scales.module].float()))
+
+
+def _check_groups(matrices: Sequence[Matrix]) -> None:
+    """Refuse a group of shared scales of which a part would be final before another is seen."""
+    first: dict[tuple[str, str], Matrix] = {}
+    for matrix in matrices:
+        for kind, group in (("weight", matrix.weight_group), ("input", matrix.input_group)):
+            if group is None:
+                continue
+            other = first.setdefault((kind, group), matrix)
+            if other.unit != matrix.unit:
+                raise SpecError(
+                    f"{other.name!r} and {matrix.name!r} share a scale, and no layer of the model "
+                    "holds both; name the classes of its decoder layers in a spec "
+                    "(models/README.md: layer_names)"
+                )

@@ -1,0 +1,108 @@
+"""Run a model whose weights come from a checkpoint unit by unit, each read ahead of its turn."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from modelopt_lite.offload.lockstep import Lockstep
+from modelopt_lite.offload.memory import release_freed
+from modelopt_lite.offload.prefetch import Prefetcher
+from modelopt_lite.offload.store import Loaded, WeightStore
+from modelopt_lite.offload.units import Unit, output_head, text_model
+
+Entered = Callable[[Loaded], None]
+Leaving = Callable[[Loaded, Callable[[], None]], None]
+
+
+class StreamedModel:
+    """A model on the meta device whose units have weights while passes run through them.
+
+    Args:
+        model: The model.
+        store: Brings units in.
+        units: The units that passes may run.
+        budget: Bytes of units in memory at a time; None: as many as there are.
+        entered: Called with a unit when it is in the model.
+        leaving: Called with a unit before it leaves the model, and with a function that gives its
+            memory back: to be called, from any thread, when nothing reads the unit any more.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: WeightStore,
+        units: Sequence[Unit],
+        *,
+        budget: int | None,
+        entered: Entered,
+        leaving: Leaving,
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._units = {unit.name: unit for unit in units}
+        self._entered = entered
+        self._leaving = leaving
+        self._inside: dict[str, Loaded] = {}
+        self._prefetcher = Prefetcher(
+            store,
+            expected_order(model, units),
+            budget=sys.maxsize if budget is None else budget,
+        )
+
+    def __enter__(self) -> StreamedModel:
+        self._prefetcher.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._prefetcher.__exit__(kind, error, trace)
+
+    def run_together(self, passes: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run passes in lockstep, so that each unit comes in once for all; return their results."""
+        modules = {name: self._model.get_submodule(name) for name in self._units if name}
+        if "" in self._units:  # entries that no unit module holds stay for the whole run
+            self._enter("")
+        lockstep = Lockstep(modules, enter=self._enter, leave=self._leave, left=release_freed)
+        results = lockstep.run(passes)
+        if "" in self._units:
+            self._leave("")
+        return results
+
+    def run_resident(self, passes: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Bring all units in, run the passes one after another, and let all units go."""
+        for name in self._units:
+            self._enter(name)
+        results = [run() for run in passes]
+        for name in self._units:
+            self._leave(name)
+        return results
+
+    def _enter(self, name: str) -> None:
+        loaded = self._inside[name] = self._prefetcher.take(self._units[name])
+        self._store.attach(loaded)
+        self._entered(loaded)
+
+    def _leave(self, name: str) -> None:
+        loaded = self._inside.pop(name)
+        self._leaving(loaded, partial(self._prefetcher.done, loaded))
+        self._store.detach(loaded.unit)
+        release_freed()
+
+
+def expected_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """Return the units that text runs through, in the order of the model's modules."""
+    inside = {id(module) for module in text_model(model).modules()}
+    if head := output_head(model):
+        inside.add(id(head[1]))
+    named = [u for u in units if u.name and id(model.get_submodule(u.name)) in inside]
+    return [unit for unit in units if not unit.name] + named
