@@ -22,6 +22,7 @@ from modelopt_lite.output import (
     default_export_dir,
     resolve_checkpoint,
     staged,
+    unfinished_bytes,
 )
 from modelopt_lite.progress import Progress, make_progress
 from modelopt_lite.recipes import Recipe, load_recipe
@@ -90,8 +91,9 @@ def quantize_and_export(
         moe_calibrate_all_experts: Every expert sees every token.
         on_bad_shape: "skip" leaves matrices that the format cannot hold; "error" refuses them.
         strict: Raise `DegradedError`, after the export, where the run had to fall back.
-        resume: Where ``export_dir`` holds the finished export of the same inputs, return its
-            report at once, after a look at the sizes of its files.
+        resume: Go on where an interrupted run with the same inputs ended; where ``export_dir``
+            holds its finished export, return its report at once, after a look at the sizes of its
+            files. False starts anew.
         overwrite: Replace a folder that is not empty.
         max_shard_size: Largest weight file; only a single tensor may exceed it.
         trust_remote_code: Allow code that the checkpoint brings.
@@ -145,13 +147,14 @@ def quantize_and_export(
         _check_whole(target, layout, folder)
         return done
     check_export_dir(target, folder, overwrite=overwrite)
-    check_free_space(target, layout.total_bytes + job.sidecar_bytes())
+    needed = layout.total_bytes + job.sidecar_bytes()
+    check_free_space(target, needed - (unfinished_bytes(target) if resume else 0))
     _check_budgets(job, data, device_memory, host_memory)
     budget = None if offload == "none" else _unit_budget(job, data, host_memory)
     report = Report(str(target), chosen.name, job.model_type, details=details)
     with torch.random.fork_rng(devices=[]), make_progress(progress) as tell:
         torch.manual_seed(seed)
-        with staged(target, overwrite=overwrite) as work:
+        with staged(target, overwrite=overwrite, resume=resume) as work:
             run = Run(job, data, report, verify, tell)
             run.weights(work, layout, budget, moe_calibrate_all_experts)
             run.finish(work)

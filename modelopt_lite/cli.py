@@ -42,7 +42,7 @@ class _Commands(typer.core.TyperGroup):
             status = DEGRADED if isinstance(error, DegradedError) else 1
             raise typer.Exit(status) from error
         except KeyboardInterrupt as error:
-            typer.echo("interrupted; nothing was left behind", err=True)
+            typer.echo(str(error) or "interrupted; nothing was left behind", err=True)
             raise typer.Exit(INTERRUPTED) from error
 
 

@@ -82,7 +82,13 @@ class RunOptions:
     strict: Annotated[
         bool, _option(_OUTPUT, "Exit with 3 where the run had to fall back.", "--strict")
     ] = False
-    resume: Annotated[bool, _option(_OUTPUT, "Reuse a finished export of the same inputs.")] = True
+    resume: Annotated[
+        bool,
+        _option(
+            _OUTPUT,
+            "Go on with an interrupted run, and reuse a finished export, of the same inputs.",
+        ),
+    ] = True
     overwrite: Annotated[
         bool, _option(_OUTPUT, "Replace a folder that is not empty.", "--overwrite")
     ] = False

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from modelopt_lite.build import eager_experts, quiet_transformers
 from modelopt_lite.calibrate.attention import watch_attention
+from modelopt_lite.calibrate.evidence import Evidence
 from modelopt_lite.calibrate.observe import InputWatch
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.checkpoint.writer import StreamingWriter, parse_size
 from modelopt_lite.errors import CalibrationError
-from modelopt_lite.export.exporter import Evidence, Exporter
+from modelopt_lite.export.exporter import Exporter
 from modelopt_lite.export.quantize import check_finite
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.job import Job, check_model_type, pick_device, plan_for

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import glob
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from modelopt_lite.checkpoint.journal import has_entries
 from modelopt_lite.errors import CheckpointError, OutputError
 
 
@@ -77,51 +78,76 @@ def check_free_space(export_dir: Path, needed: int) -> None:
         )
 
 
-@contextmanager
-def staged(export_dir: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Give a new folder beside ``export_dir`` that takes its place when the block ends well.
+def unfinished_bytes(export_dir: Path) -> int:
+    """Return the bytes on disk of what an interrupted run into ``export_dir`` left."""
+    work = _work_folder(export_dir.resolve())
+    return sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file())
 
-    When it does not, nothing is left behind and an existing ``export_dir`` stays as it was.
+
+@contextmanager
+def staged(export_dir: Path, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
+    """Give a folder beside ``export_dir`` that takes its place when the block ends well.
+
+    When it does not, nothing is left behind and an existing ``export_dir`` stays as it was; but
+    with ``resume``, a folder whose journal has entries stays for the next run where the run was
+    interrupted or could not write, and is what that run is given.
 
     Raises:
-        OutputError: The folder cannot be made or renamed.
+        OutputError: The folder cannot be made or renamed, or another run has it.
+        KeyboardInterrupt: As it came, with a message where the folder stays.
     """
     target = export_dir.resolve()
     made = [p for p in (target.parent, *target.parent.parents) if not p.exists()]
-    work = target.parent / f".{target.name}.partial-{os.getpid()}"
+    work = _work_folder(target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_orphans(target)
-        work.mkdir()
+        work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot make a folder in {target.parent}: {error.strerror}") from error
+    with _locked(work, target):
+        if not (resume and has_entries(work)):
+            _empty(work)
+        try:
+            yield work
+            _replace(work, target, overwrite=overwrite)
+        except BaseException as error:
+            if resume and has_entries(work) and isinstance(error, KeyboardInterrupt | OutputError):
+                kept = f"what is finished stays in {work}; run the same again to go on"
+                raise type(error)(f"{str(error) or 'interrupted'}; {kept}") from error
+            shutil.rmtree(work, ignore_errors=True)
+            for parent in made:
+                if parent.is_dir() and not any(parent.iterdir()):
+                    parent.rmdir()
+            raise
+
+
+def _work_folder(target: Path) -> Path:
+    return target.parent / f".{target.name}.partial"
+
+
+@contextmanager
+def _locked(work: Path, target: Path) -> Iterator[None]:
+    """Hold a folder against other runs; the system lets go of it when the process ends."""
+    fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield work
-        _replace(work, target, overwrite=overwrite)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        for parent in made:
-            if parent.is_dir() and not any(parent.iterdir()):
-                parent.rmdir()
-        raise
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OutputError(
+                f"another run is writing {target}; wait for it, or choose another export_dir"
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(fd)
 
 
-def _remove_orphans(target: Path) -> None:
-    """Remove what runs into the same folder left that were killed without a chance to clean up."""
-    for path in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
-        owner = path.name.rpartition("-")[2]
-        if owner.isdigit() and (int(owner) == os.getpid() or not _is_running(int(owner))):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _replace(work: Path, target: Path, *, overwrite: bool) -> None:

@@ -16,42 +16,40 @@ from modelopt_lite.calibrate.observe import InputWatch
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.export.exporter import Exporter
 from modelopt_lite.export.quantize import check_finite
-from modelopt_lite.offload.store import Loaded, WeightStore
+from modelopt_lite.job import Job
+from modelopt_lite.offload.store import Loaded
 from modelopt_lite.offload.stream import StreamedModel
 from modelopt_lite.offload.units import output_head
 from modelopt_lite.plan import Plan
 from modelopt_lite.progress import Progress
+from modelopt_lite.resume import UnitLog
 
 
 def run_calibrated(
-    plan: Plan,
-    model: nn.Module,
-    store: WeightStore,
+    job: Job,
     exporter: Exporter,
     sink: WriteBehind,
+    log: UnitLog,
     batches: Sequence[Tensor],
     *,
     budget: int | None,
-    model_type: str,
     all_experts: bool,
     progress: Progress,
 ) -> None:
     """Calibrate and export unit by unit.
 
     Args:
-        plan: What to do.
-        model: The model, on the meta device.
-        store: Brings units in.
+        job: The model, on the meta device, and what to do.
         exporter: Takes each unit when all batches have left it, and has the evidence.
         sink: Where the exporter writes to; tells when a unit's memory is free.
+        log: Knows which units are finished; the passes go on behind them.
         batches: Token ids [B, T], on the model's device.
         budget: Bytes of units in memory at a time; None holds the whole model, runs all batches
             through it one after another, and then exports it.
-        model_type: The model's type.
         all_experts: Every expert sees every token.
         progress: Told how far the run is.
     """
-    evidence = exporter.evidence
+    plan, model, evidence = job.plan, job.model, exporter.evidence
     watch = InputWatch(evidence.inputs.visit)
     watched = {m.entry for m in plan.matrices if m.input_group is not None}
     with ExitStack() as stack:
@@ -59,7 +57,7 @@ def run_calibrated(
         if plan.kv_cache:
             stack.enter_context(watch_attention(model, evidence.cache.visit))
         if all_experts:
-            stack.enter_context(calibrate_all_experts(model, model_type, watch))
+            stack.enter_context(calibrate_all_experts(model, job.model_type, watch))
         stack.enter_context(torch.inference_mode())
         units = [unit for unit in plan.units if unit.name not in skipped]
 
@@ -67,17 +65,23 @@ def run_calibrated(
             with watch:
                 model(input_ids=batch, use_cache=False)
 
-        walk = _Walk(model, exporter, sink, watch, watched, _counted(progress, len(units)))
+        walk = _Walk(model, exporter, sink, log, watch, watched, _counted(progress, len(units)))
         streamed = stack.enter_context(
             StreamedModel(
-                model, store, units, budget=budget, entered=walk.entered, leaving=walk.leaving
+                model,
+                job.store(),
+                units,
+                budget=budget,
+                entered=walk.entered,
+                leaving=walk.leaving,
+                finished=log.finished_layers,
             )
         )
         passes = [partial(forward, batch) for batch in batches]
         if budget is None:
             streamed.run_resident(passes)
         else:
-            streamed.run_together(passes)
+            streamed.run_together(passes, replay=log.replay, returned=log.returned)
 
 
 class _Walk:
@@ -88,6 +92,7 @@ class _Walk:
         model: nn.Module,
         exporter: Exporter,
         sink: WriteBehind,
+        log: UnitLog,
         watch: InputWatch,
         watched: set[str],
         progress: Callable[[str], None],
@@ -95,6 +100,7 @@ class _Walk:
         self._model = model
         self._exporter = exporter
         self._sink = sink
+        self._log = log
         self._watch = watch
         self._watched = watched
         self._progress = progress
@@ -113,10 +119,13 @@ class _Walk:
         )
 
     def leaving(self, loaded: Loaded, give_back: Callable[[], None]) -> None:
-        name = loaded.unit.name
-        self._exporter.export(loaded.unit, loaded.sources, self._amax.pop(name))
+        unit = loaded.unit
+        amax = self._amax.pop(unit.name)
+        if unit.is_layer or self._exporter.sees_inputs(unit) or not self._log.is_finished(unit):
+            written = self._exporter.export(unit, loaded.sources, amax)
+            self._log.finish(unit, written, self._exporter, self._sink)
         self._sink.then(give_back)
-        self._progress(f"unit {name}")
+        self._progress(f"unit {unit.name}")
 
 
 def _counted(progress: Progress, total: int) -> Callable[[str], None]:

@@ -8,12 +8,14 @@ from typing import Any
 
 from modelopt_lite.build import eager_experts
 from modelopt_lite.calibrate.data import CalibrationData
+from modelopt_lite.calibrate.evidence import Evidence
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.behind import WriteBehind
+from modelopt_lite.checkpoint.journal import JOURNAL, Journal
 from modelopt_lite.checkpoint.shards import ShardLayout
 from modelopt_lite.checkpoint.sidecars import copy_sidecars
 from modelopt_lite.checkpoint.writer import StreamingWriter
-from modelopt_lite.export.exporter import Evidence, Exporter
+from modelopt_lite.export.exporter import Exporter
 from modelopt_lite.export.modelopt import write_configs
 from modelopt_lite.job import Job, versions
 from modelopt_lite.offload.memory import bound_caches
@@ -21,6 +23,7 @@ from modelopt_lite.pipeline import run_calibrated
 from modelopt_lite.plan import Plan
 from modelopt_lite.progress import Progress
 from modelopt_lite.report import Report, peak_memory_bytes
+from modelopt_lite.resume import UnitLog
 from modelopt_lite.verify.audit import audit_or_raise
 
 
@@ -37,24 +40,35 @@ class Run:
     def weights(
         self, folder: Path, layout: ShardLayout, budget: int | None, all_experts: bool
     ) -> None:
-        """Write the weight files; ``budget`` is as for `run_calibrated`."""
+        """Write the weight files, from where a journal in the folder says that a run ended.
+
+        Args:
+            folder: Where to write.
+            layout: What to write.
+            budget: As for `run_calibrated`.
+            all_experts: Every expert sees every token.
+        """
         bound_caches()
         job, evidence = self.job, Evidence()
-        with StreamingWriter(folder, layout) as writer:
+        journal = Journal(folder / JOURNAL, self.report.details)
+        written = [name for entry in journal.entries for name in entry["written"]]
+        with (
+            StreamingWriter(folder, layout, written=written) as writer,
+            UnitLog(journal, writer, job.device) as log,
+        ):
             with WriteBehind(writer) as sink:
                 exporter = Exporter(job.plan, job.source, sink, evidence, self.verify)
+                log.restore(exporter)
                 if self.data is not None:
                     batches = [batch.to(job.device) for batch in self.data.batches]
                     with self.report.phase("calibrate and quantize"), eager_experts(job.model):
                         run_calibrated(
-                            job.plan,
-                            job.model,
-                            job.store(),
+                            job,
                             exporter,
                             sink,
+                            log,
                             batches,
                             budget=budget,
-                            model_type=job.model_type,
                             all_experts=all_experts,
                             progress=self.tell,
                         )
@@ -62,7 +76,9 @@ class Run:
                     exporter.export_rest(job.plan.units)
                     sink.flush()
             writer.finish()
+        journal.remove()
         fill_report(self.report, job, exporter, evidence)
+        self.report.notes += log.notes
         self.report.export_bytes = layout.total_size
 
     def finish(self, folder: Path) -> None:

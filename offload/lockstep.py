@@ -31,6 +31,7 @@ from modelopt_lite.errors import InternalError
 class _Job:
     """One forward pass: its greenlet, where it waits, and what it has done."""
 
+    index: int
     fiber: greenlet
     unit: str | None = None
     result: Any = None
@@ -97,6 +98,8 @@ class Lockstep:
         enter: Called with a unit's name before its first waiting pass runs; brings it in.
         leave: Called with its name when every pass that waited has left it.
         left: Called each time that one pass has left a unit.
+        skips: Whether the current pass runs through the unit without its weights, and so does not
+            wait for it; asked each time that a pass comes to a unit.
 
     ``entries`` counts how often each unit was brought in; units inside others are not in it.
     """
@@ -108,6 +111,7 @@ class Lockstep:
         enter: Callable[[str], None],
         leave: Callable[[str], None],
         left: Callable[[], None] = lambda: None,
+        skips: Callable[[str], bool] = lambda name: False,
     ) -> None:
         inner = {id(m) for unit in units.values() for m in unit.modules() if m is not unit}
         self._units = {name: unit for name, unit in units.items() if id(unit) not in inner}
@@ -115,6 +119,7 @@ class Lockstep:
         self._enter = enter
         self._leave = leave
         self._left = left
+        self._skips = skips
         self._hub: greenlet | None = None
         self._jobs: dict[greenlet, _Job] = {}
         self.entries: dict[str, int] = dict.fromkeys(self._units, 0)
@@ -132,7 +137,7 @@ class Lockstep:
             for name, module in self._units.items()
         ]
         self._hub = getcurrent()
-        jobs = [self._start(body) for body in passes]
+        jobs = [self._start(index, body) for index, body in enumerate(passes)]
         outside = _TorchState.capture()
         try:
             for job in jobs:
@@ -148,11 +153,28 @@ class Lockstep:
             outside.restore()
         return [job.result for job in jobs]
 
-    def _start(self, body: Callable[[], Any]) -> _Job:
+    @property
+    def current(self) -> int:
+        """The position of the pass that is running.
+
+        Raises:
+            InternalError: None is.
+        """
+        return self._current_job("a unit").index
+
+    def _current_job(self, what: str) -> _Job:
+        job = self._jobs.get(getcurrent())
+        if job is None or self._hub is None:
+            raise InternalError(
+                f"{what} ran outside of a lockstep pass, from another thread or greenlet"
+            )
+        return job
+
+    def _start(self, index: int, body: Callable[[], Any]) -> _Job:
         def main() -> None:
             job.result = body()
 
-        job = _Job(fiber=greenlet(main))
+        job = _Job(index, greenlet(main))
         job.fiber.gr_context = copy_context()
         self._jobs[job.fiber] = job
         return job
@@ -181,12 +203,11 @@ class Lockstep:
 
     def _pre_hook(self, name: str) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
-            job = self._jobs.get(getcurrent())
-            if job is None or self._hub is None:
-                raise InternalError(
-                    f"unit {name!r} ran outside of a lockstep pass, from another thread or greenlet"
-                )
+            job = self._current_job(f"unit {name!r}")
+            if self._skips(name):
+                return
             job.unit = name
+            assert self._hub is not None
             self._hub.switch()
 
         return hook

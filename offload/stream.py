@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from modelopt_lite.offload.lockstep import Lockstep
 from modelopt_lite.offload.memory import release_freed
 from modelopt_lite.offload.prefetch import Prefetcher
+from modelopt_lite.offload.replay import Replay, Returned
 from modelopt_lite.offload.store import Loaded, WeightStore
 from modelopt_lite.offload.units import Unit, output_head, text_model
 
@@ -31,6 +33,7 @@ class StreamedModel:
         entered: Called with a unit when it is in the model.
         leaving: Called with a unit before it leaves the model, and with a function that gives its
             memory back: to be called, from any thread, when nothing reads the unit any more.
+        finished: Layers that passes are not expected to run any more.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class StreamedModel:
         budget: int | None,
         entered: Entered,
         leaving: Leaving,
+        finished: Container[str] = (),
     ) -> None:
         self._model = model
         self._store = store
@@ -51,7 +55,7 @@ class StreamedModel:
         self._inside: dict[str, Loaded] = {}
         self._prefetcher = Prefetcher(
             store,
-            expected_order(model, units),
+            expected_order(model, [u for u in units if u.name not in finished]),
             budget=sys.maxsize if budget is None else budget,
         )
 
@@ -67,13 +71,38 @@ class StreamedModel:
     ) -> None:
         self._prefetcher.__exit__(kind, error, trace)
 
-    def run_together(self, passes: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run passes in lockstep, so that each unit comes in once for all; return their results."""
+    def run_together(
+        self,
+        passes: Sequence[Callable[[], Any]],
+        *,
+        replay: Replay | None = None,
+        returned: Returned = lambda index, name, output: None,
+    ) -> list[Any]:
+        """Run passes in lockstep, so that each unit comes in once for all.
+
+        Args:
+            passes: What to run.
+            replay: Calls of layers that an earlier run has finished; where it is given,
+            returned: is called with a pass, a layer and what that returned in this run.
+
+        Returns:
+            The results of the passes.
+        """
         modules = {name: self._model.get_submodule(name) for name in self._units if name}
+        layers = {name: modules[name] for name, unit in self._units.items() if unit.is_layer}
         if "" in self._units:  # entries that no unit module holds stay for the whole run
             self._enter("")
-        lockstep = Lockstep(modules, enter=self._enter, leave=self._leave, left=release_freed)
-        results = lockstep.run(passes)
+
+        def skips(name: str) -> bool:
+            return replay is not None and name in layers and replay.is_pending(lockstep.current)
+
+        lockstep = Lockstep(
+            modules, enter=self._enter, leave=self._leave, left=release_freed, skips=skips
+        )
+        with ExitStack() as stack:
+            if replay is not None:
+                stack.enter_context(replay.around(layers, lambda: lockstep.current, returned))
+            results = lockstep.run(passes)
         if "" in self._units:
             self._leave("")
         return results

@@ -15,6 +15,7 @@ from modelopt_lite.checkpoint.writer import StreamingWriter
 
 _LIMIT = 64 << 20
 Task = Callable[[], None]
+Ticket = threading.Event
 
 
 class WriteBehind:
@@ -71,16 +72,25 @@ class WriteBehind:
         slot = self._writer.claim(name, source.dtype, source.shape)
         self._put(lambda: self._writer.copy_into(slot, source), 0)
 
-    def then(self, task: Task) -> None:
+    def then(self, task: Task) -> Ticket:
         """Have a task done after everything that was handed over before it."""
-        self._put(task, 0)
+        done = Ticket()
+
+        def run() -> None:
+            task()
+            done.set()
+
+        self._put(run, 0)
+        return done
+
+    def wait(self, ticket: Ticket) -> None:
+        """Wait until a task is done."""
+        while not ticket.wait(0.05):
+            self._raise()
 
     def flush(self) -> None:
         """Wait until everything that was handed over is done."""
-        done = threading.Event()
-        self.then(done.set)
-        while not done.wait(0.05):
-            self._raise()
+        self.wait(self.then(lambda: None))
         self._raise()
 
     def _put(self, task: Task, size: int) -> None:

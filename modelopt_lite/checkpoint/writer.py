@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -76,23 +77,33 @@ class StreamingWriter:
     leaving the ``with`` block without it closes the files and leaves them incomplete, for the
     owner of the folder to remove.
 
+    Args:
+        folder: Where the files go.
+        layout: What they hold.
+        written: Tensors that an earlier writer has written to files in the folder, which then
+            must be there in full size.
+
     Raises:
-        OutputError: The folder cannot be written, a file exists already, or the disk is too
-            small; files made until then are removed.
+        OutputError: The folder cannot be written, a file exists already (or, with ``written``,
+            does not or has another size), or the disk is too small; files made until then are
+            removed.
     """
 
-    def __init__(self, folder: Path, layout: ShardLayout) -> None:
+    def __init__(self, folder: Path, layout: ShardLayout, *, written: Iterable[str] = ()) -> None:
         self.folder = Path(folder)
         self.layout = layout
         self._slots = {info.name: Slot(info) for file in layout.files for info in file.tensors}
         self._lock = threading.Lock()
         self._fds: dict[str, int] = {}
+        for name in written:
+            self._slots[name].started = self._slots[name].done = True
+        self._goes_on = any(slot.done for slot in self._slots.values())
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for file in layout.files:
-                self._create(file)
+                self._open(file)
         except OSError as error:
-            made = list(self._fds)
+            made = [] if self._goes_on else list(self._fds)
             self.close()
             for name in made:
                 (self.folder / name).unlink(missing_ok=True)
@@ -185,7 +196,20 @@ class StreamingWriter:
 
     def is_claimed(self, name: str) -> bool:
         """Whether a tensor of the layout was written, or is about to be."""
-        return self._slots[name].started
+        slot = self._slots.get(name)
+        return slot is not None and slot.started
+
+    def sync(self) -> None:
+        """Bring what was written so far to the disk.
+
+        Raises:
+            OutputError: The disk failed.
+        """
+        try:
+            for fd in self._fds.values():
+                os.fdatasync(fd)
+        except OSError as error:
+            raise self._output_error(error) from error
 
     def finish(self) -> None:
         """Check that every tensor was written, write the index, and bring all to the disk.
@@ -218,9 +242,18 @@ class StreamingWriter:
         while self._fds:
             os.close(self._fds.popitem()[1])
 
-    def _create(self, file: ShardFile) -> None:
+    def _open(self, file: ShardFile) -> None:
+        path = self.folder / file.name
+        if self._goes_on:
+            fd = self._fds[file.name] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if (size := os.fstat(fd).st_size) != file.size:
+                raise OutputError(
+                    f"{path} has {size} bytes, {file.size} were begun; start anew with "
+                    "resume=False (--no-resume)"
+                )
+            return
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = self._fds[file.name] = os.open(self.folder / file.name, flags, 0o666)
+        fd = self._fds[file.name] = os.open(path, flags, 0o666)
         try:
             os.posix_fallocate(fd, 0, file.size)
         except OSError as error:

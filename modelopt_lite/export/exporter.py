@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from modelopt_lite.calibrate.attention import CacheStats
-from modelopt_lite.calibrate.observe import InputStats, Site
+from modelopt_lite.calibrate.evidence import Evidence
+from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.errors import CalibrationError, NonFiniteError, SpecError
@@ -18,14 +18,6 @@ from modelopt_lite.formats import fp8
 from modelopt_lite.formats.linear import ErrorReport
 from modelopt_lite.offload.units import Unit
 from modelopt_lite.plan import Copy, Matrix, Output, Plan
-
-
-@dataclass(slots=True)
-class Evidence:
-    """What calibration saw."""
-
-    inputs: InputStats = field(default_factory=InputStats)
-    cache: CacheStats = field(default_factory=CacheStats)
 
 
 class Exporter:
@@ -54,17 +46,24 @@ class Exporter:
         for matrix in plan.matrices:
             self._matrices.setdefault(matrix.unit, []).append(matrix)
         _check_groups(plan.matrices)
+        self._names: list[str] = []
         self.errors: dict[str, ErrorReport] = {}
         self.input_amax: dict[str, Tensor] = {}
 
-    def export(self, unit: Unit, sources: Mapping[str, Tensor], amax: Mapping[str, Tensor]) -> None:
+    def export(
+        self, unit: Unit, sources: Mapping[str, Tensor], amax: Mapping[str, Tensor]
+    ) -> list[str]:
         """Write everything that a unit's tensors become. May be called again for the same unit.
 
         Args:
             unit: The unit; what it reads has been seen, in full.
             sources: Name on disk -> values, which must not change until the sink has written them.
             amax: Name on disk -> largest magnitude, as `check_finite` gives it.
+
+        Returns:
+            The names that they have in the export.
         """
+        self._names = []
         matrices = self._matrices.get(unit.name, [])
         self.input_amax.update(self._inputs(matrices))
         self.errors.update(
@@ -82,6 +81,29 @@ class Exporter:
             for copy in self._copies.get(name, ()):
                 self._write(copy.output, value[copy.region] if copy.region else value)
         self._export_cache_scales(unit)
+        return self._names
+
+    def sees_inputs(self, unit: Unit) -> bool:
+        """Whether what the unit becomes depends on what enters it."""
+        return any(m.input_group is not None for m in self._matrices.get(unit.name, ()))
+
+    def findings(self, unit: Unit) -> dict[str, Any]:
+        """Return, as JSON values, what was found out about an exported unit."""
+        matrices = self._matrices.get(unit.name, [])
+        sites = dict.fromkeys(site for m in matrices for site in self._sites(m))
+        modules = [kv.module for kv in self._plan.kv_cache if kv.unit == unit.name]
+        errors = {m.name: self.errors[m.name] for m in matrices if m.name in self.errors}
+        return {
+            "errors": {name: [error.worst, error.relative] for name, error in errors.items()},
+            **self.evidence.to_json(sites, modules),
+        }
+
+    def restore(self, unit: str, findings: Mapping[str, Any]) -> None:
+        """Take the findings of an earlier run about a unit that it exported."""
+        for name, (worst, relative) in findings["errors"].items():
+            self.errors[name] = ErrorReport(worst, relative)
+        self.evidence.add_json(findings)
+        self.input_amax.update(self._inputs(self._matrices.get(unit, [])))
 
     def export_rest(self, units: Sequence[Unit]) -> None:
         """Write what no forward pass brought in: units that did not run, and foreign tensors."""
@@ -102,6 +124,7 @@ class Exporter:
     def _write(self, output: Output, tensor: Tensor) -> None:
         again = self._sink.is_taken(output.name)
         self._sink.write(output.name, tensor.to(output.dtype), again=again)
+        self._names.append(output.name)
 
     def _copy(self, copy: Copy) -> None:
         """Copy a tensor's bytes from file to file where they are what is to be written."""

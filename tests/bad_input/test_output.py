@@ -105,17 +105,3 @@ def test_unwritten_parents_are_removed_again(
     damage.poison(source, Q1, {0: float("nan")})
     out = source.parent / "new" / "newer" / "out"
     refuse(NonFiniteError, source, Q1, export_dir=out, while_running=True)
-
-
-def test_what_a_killed_run_left_is_removed(
-    checkpoint: MakeCheckpoint, token_batches: list[Tensor]
-) -> None:
-    source = checkpoint("llama")
-    gone, alive = 2**22 + 1, os.getppid()  # above the highest pid that Linux gives; our parent
-    for pid in (gone, alive):
-        (source.parent / f".out.partial-{pid}").mkdir()
-    quantize_and_export(
-        source, export_dir=source.parent / "out", calib_data=token_batches, progress=False
-    )
-    left = sorted(path.name for path in source.parent.glob(".out*"))
-    assert left == [f".out.partial-{alive}"]

@@ -1,0 +1,104 @@
+"""Note each finished unit in the journal, and let a later run go on behind them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from modelopt_lite.checkpoint.behind import Ticket, WriteBehind
+from modelopt_lite.checkpoint.journal import Journal
+from modelopt_lite.checkpoint.writer import StreamingWriter
+from modelopt_lite.export.exporter import Exporter
+from modelopt_lite.offload.replay import NotReplayableError, Replay, Step, StepWriter
+from modelopt_lite.offload.units import Unit
+
+
+class UnitLog:
+    """Keeps the journal of one run; a context that closes its files.
+
+    Args:
+        journal: The journal, with what an earlier run finished.
+        writer: Writes the export; what it has written is synced before a unit is noted.
+        device: Where the model runs.
+
+    Attributes:
+        replay: The outputs of finished layers.
+        finished_layers: Their names.
+        notes: Why the run cannot be resumed, if so.
+    """
+
+    def __init__(self, journal: Journal, writer: StreamingWriter, device: torch.device) -> None:
+        self._journal = journal
+        self._writer = writer
+        self._count = len(journal.entries)
+        self._open: dict[str, StepWriter] = {}
+        self._files = ExitStack()
+        self._last: Ticket | None = None
+        self.notes: list[str] = []
+        steps = [Step.from_json(entry["step"]) for entry in journal.entries if entry["step"]]
+        self.replay = Replay(journal.folder, steps, device)
+        self._kept = self.replay.files
+        self.finished_layers = {e["unit"] for e in journal.entries if e["step"]}
+        self._finished = {entry["unit"] for entry in journal.entries}
+
+    def __enter__(self) -> UnitLog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
+
+    def restore(self, exporter: Exporter) -> None:
+        """Tell the exporter what an earlier run found out about the units it finished."""
+        for entry in self._journal.entries:
+            exporter.restore(entry["unit"], entry["findings"])
+
+    def is_finished(self, unit: Unit) -> bool:
+        """Whether an earlier run exported the unit; a layer may still have calls to come."""
+        return unit.name in self._finished
+
+    def returned(self, index: int, name: str, output: Any) -> None:
+        """Keep what a layer returned to a pass; see `Replay.around`."""
+        if self.notes:
+            return
+        if name not in self._open:
+            self._count += 1
+            step = StepWriter(self._journal.folder / f"outputs-{self._count:05d}.bin")
+            self._open[name] = step
+            self._files.callback(step.close)
+        try:
+            self._open[name].add(index, output)
+        except NotReplayableError as error:
+            self.notes.append(f"the run cannot be resumed behind layer {name!r}: {error}")
+
+    def finish(self, unit: Unit, written: list[str], exporter: Exporter, sink: WriteBehind) -> None:
+        """Note a unit that all passes have left, once the sink has written it.
+
+        Waits until the unit before it is noted: an interruption then costs one unit.
+
+        Args:
+            unit: The unit.
+            written: Names of its tensors in the export.
+            exporter: Knows what was found out about it.
+            sink: Its tensors were handed to it.
+        """
+        step = self._open.pop(unit.name, None)
+        if self.notes:  # what comes behind cannot be reached without a layer's output
+            return
+        entry = {"unit": unit.name, "written": written, "findings": exporter.findings(unit)}
+        if self._last is not None:
+            sink.wait(self._last)
+        self._last = sink.then(partial(self._commit, entry, step))
+
+    def _commit(self, entry: dict[str, Any], step: StepWriter | None) -> None:
+        self._writer.sync()
+        done = step.finish() if step is not None else None
+        self._journal.add({**entry, "step": done.to_json() if done else None})
+        if done is None:
+            return
+        before = set(self._kept.values())
+        self._kept.update(dict.fromkeys(done.outputs, done.file))
+        for name in before - set(self._kept.values()):
+            (self._journal.folder / name).unlink()
