@@ -18,8 +18,9 @@ from modelopt_lite.checkpoint.shards import ShardLayout, plan_layout
 from modelopt_lite.checkpoint.sidecars import sidecar_files
 from modelopt_lite.errors import CheckpointError, RecipeError
 from modelopt_lite.formats.base import Numerics
+from modelopt_lite.offload.expert_parts import split_experts
 from modelopt_lite.offload.store import WeightStore
-from modelopt_lite.plan import Plan, make_plan
+from modelopt_lite.plan import Plan, make_plan, split_layers
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import TensorShape
 
@@ -64,6 +65,24 @@ class Job:
         whole = sum(size for unit, size in sizes.items() if not unit.name)
         layer = max((size for unit, size in sizes.items() if unit.is_layer), default=0)
         return whole + max(sizes.values()), whole + max(2 * layer, *sizes.values())
+
+    def fit(self, budget: int) -> None:
+        """Have experts come in a few at a time where a layer does not fit into a budget of bytes.
+
+        As many as leave room to read as many ahead; one, where that is too much still.
+        """
+        store = self.store()
+        large = [u for u in self.plan.units if u.is_layer and store.bytes_of(u) > budget]
+        if not large:
+            return
+        sizes = []
+        for layer in large:
+            rest, *parts = split_experts(layer, self.model, self.plan.names, 1)
+            if parts:
+                room = budget - store.bytes_of(rest)
+                sizes.append(room // (2 * max(map(store.bytes_of, parts))))
+        if sizes:
+            split_layers(self.plan, self.model, max(1, min(sizes)))
 
     def sidecar_bytes(self) -> int:
         """Return the size of the files that are copied."""

@@ -62,7 +62,7 @@ def run_calibrated(
         units = [unit for unit in plan.units if unit.name not in skipped]
 
         def forward(batch: Tensor) -> None:
-            with watch:
+            with streamed.rows, watch:
                 model(input_ids=batch, use_cache=False)
 
         walk = _Walk(model, exporter, sink, log, watch, watched, _counted(progress, len(units)))
@@ -105,6 +105,7 @@ class _Walk:
         self._watched = watched
         self._progress = progress
         self._amax: dict[str, dict[str, Tensor]] = {}
+        self._of_parts: dict[str, list[str]] = {}
 
     def entered(self, loaded: Loaded) -> None:
         # Here, where a bad value can be named: products would spread it.
@@ -123,7 +124,11 @@ class _Walk:
         amax = self._amax.pop(unit.name)
         if unit.is_layer or self._exporter.sees_inputs(unit) or not self._log.is_finished(unit):
             written = self._exporter.export(unit, loaded.sources, amax)
-            self._log.finish(unit, written, self._exporter, self._sink)
+            if unit.parent is not None:
+                self._of_parts.setdefault(unit.parent, []).extend(written)
+            else:
+                written += self._of_parts.pop(unit.name, [])
+                self._log.finish(unit, written, self._exporter, self._sink)
         self._sink.then(give_back)
         self._progress(f"unit {unit.name}")
 

@@ -50,6 +50,8 @@ class Run:
         """
         bound_caches()
         job, evidence = self.job, Evidence()
+        if budget is not None and self.data is not None:
+            job.fit(budget)
         journal = Journal(folder / JOURNAL, self.report.details)
         written = [name for entry in journal.entries for name in entry["written"]]
         with (

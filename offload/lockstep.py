@@ -97,6 +97,8 @@ class Lockstep:
             units, the first of those is next. A unit inside another is part of the outer one.
         enter: Called with a unit's name before its first waiting pass runs; brings it in.
         leave: Called with its name when every pass that waited has left it.
+        parts: Unit -> its parts, in the order in which they run. Where a pass asks for one with
+            `want`, it is suspended there until all that ask for it do; the unit stays in.
         left: Called each time that one pass has left a unit.
         skips: Whether the current pass runs through the unit without its weights, and so does not
             wait for it; asked each time that a pass comes to a unit.
@@ -110,6 +112,7 @@ class Lockstep:
         *,
         enter: Callable[[str], None],
         leave: Callable[[str], None],
+        parts: Mapping[str, Sequence[str]] | None = None,
         left: Callable[[], None] = lambda: None,
         skips: Callable[[str], bool] = lambda name: False,
     ) -> None:
@@ -118,11 +121,15 @@ class Lockstep:
         self._order = {name: position for position, name in enumerate(self._units)}
         self._enter = enter
         self._leave = leave
+        self._parts = parts or {}
+        self._order |= {
+            part: position for names in self._parts.values() for position, part in enumerate(names)
+        }
         self._left = left
         self._skips = skips
         self._hub: greenlet | None = None
         self._jobs: dict[greenlet, _Job] = {}
-        self.entries: dict[str, int] = dict.fromkeys(self._units, 0)
+        self.entries: dict[str, int] = dict.fromkeys(self._order, 0)
 
     def run(self, passes: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run every pass to its end and return their results, in order.
@@ -142,8 +149,8 @@ class Lockstep:
         try:
             for job in jobs:
                 self._resume(job, outside)
-            while waiting := [job for job in jobs if job.unit is not None]:
-                self._run_unit(waiting, outside)
+            while wanted := {job.unit for job in jobs if job.unit}:
+                self._run_unit(min(wanted, key=self._order.__getitem__), jobs, outside)
         finally:
             self._hub = None  # a unit that an ending pass runs would have no weights
             self._abandon(jobs)
@@ -179,15 +186,26 @@ class Lockstep:
         self._jobs[job.fiber] = job
         return job
 
-    def _run_unit(self, waiting: list[_Job], outside: _TorchState) -> None:
-        """Bring in the first unit that a pass waits for, and run all that wait for it."""
-        name = min((job.unit for job in waiting if job.unit), key=self._order.__getitem__)
+    def want(self, part: str) -> None:
+        """Suspend the current pass until a part of the unit that it runs is in memory."""
+        self._suspend(self._current_job(f"part {part!r}"), part)
+
+    def _suspend(self, job: _Job, name: str) -> None:
+        job.unit = name
+        assert self._hub is not None
+        self._hub.switch()
+
+    def _run_unit(self, name: str, jobs: list[_Job], outside: _TorchState) -> None:
+        """Bring in a unit, and run all passes that wait for it until they have left it."""
         self.entries[name] += 1
         self._enter(name)
-        for job in waiting:
+        for job in jobs:
             if job.unit == name:
                 self._resume(job, outside)
                 self._left()
+        parts = self._parts.get(name, ())
+        while wanted := {job.unit for job in jobs if job.unit and job.unit in parts}:
+            self._run_unit(min(wanted, key=parts.index), jobs, outside)
         self._leave(name)
 
     def _resume(self, job: _Job, outside: _TorchState) -> None:
@@ -204,11 +222,8 @@ class Lockstep:
     def _pre_hook(self, name: str) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
             job = self._current_job(f"unit {name!r}")
-            if self._skips(name):
-                return
-            job.unit = name
-            assert self._hub is not None
-            self._hub.switch()
+            if not self._skips(name):
+                self._suspend(job, name)
 
         return hook
 

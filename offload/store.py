@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_lite.checkpoint.fill import read_entries
-from modelopt_lite.checkpoint.names import NameMap, TensorGroup
+from modelopt_lite.checkpoint.names import NameMap, Piece, TensorGroup
 from modelopt_lite.offload.units import Unit
 
 _ALIGN = 64  # bytes; a cache line, and enough for every dtype
@@ -80,14 +80,15 @@ class WeightStore:
             CheckpointError: A tensor cannot be read.
         """
         groups, places, size = self._layout(unit)
-        room = self._rooms.take(size, shared=unit.is_layer)
+        room = self._rooms.take(size, pool=_pool(unit))
         buffers = {
             target: room[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
             for target, start, shape, dtype in places
         }
         loaded = Loaded(unit, room, buffers)
         for group in groups:
-            read_entries(group, self._read_to, buffers, keep=loaded.sources.__setitem__)
+            part = _of_experts(group, unit.experts) if unit.is_stacked else group
+            read_entries(part, self._read_to, buffers, keep=loaded.sources.__setitem__)
         return loaded
 
     def attach(self, loaded: Loaded) -> None:
@@ -104,11 +105,11 @@ class WeightStore:
 
     def release(self, loaded: Loaded) -> None:
         """Give a loaded unit's memory back; from any thread, once nothing reads it any more."""
-        room, shared = loaded.room, loaded.unit.is_layer
+        room = loaded.room
         loaded.buffers.clear()
         loaded.sources.clear()
         loaded.room = room.new_empty(0)
-        self._rooms.give_back(room, shared=shared)
+        self._rooms.give_back(room, pool=_pool(loaded.unit))
 
     def _read_to(self, name: str, out: Tensor | None) -> Tensor:
         """Read a tensor in the dtype on disk, and put it into ``out``, which may have another."""
@@ -130,8 +131,11 @@ class WeightStore:
             for target in group.targets:
                 blank = self._blank[target]
                 dtype = self._dtype_for(target, group, blank)
-                places.append((target, end, blank.shape, dtype))
-                size = blank.numel() * dtype.itemsize
+                shape = blank.shape
+                if unit.is_stacked and unit.experts is not None:
+                    shape = torch.Size((len(unit.experts), *shape[1:]))
+                places.append((target, end, shape, dtype))
+                size = shape.numel() * dtype.itemsize
                 end += -(-size // _ALIGN) * _ALIGN
         return groups, places, end
 
@@ -143,8 +147,27 @@ class WeightStore:
         return blank.dtype
 
 
+def _of_experts(group: TensorGroup, experts: range | None) -> TensorGroup:
+    """Only some experts of a stacked parameter, counted from the first of them."""
+    assert experts is not None
+    pieces = [
+        Piece(p.source, (p.region[0] - experts.start, *p.region[1:]))
+        for p in group.pieces
+        if isinstance(p.region[0], int) and p.region[0] in experts
+    ]
+    sources = tuple(piece.source for piece in pieces)
+    return TensorGroup(sources, group.targets, pieces=tuple(pieces))
+
+
+def _pool(unit: Unit) -> str | None:
+    """Units of one pool are of about the same size, and take turns in the same memory."""
+    if unit.parent is not None:
+        return "parts"
+    return "layers" if unit.is_layer else None
+
+
 class _Rooms:
-    """Memory for units: layers take turns in blocks that are kept, others get their own.
+    """Memory for units: those of a pool take turns in blocks that are kept, others get their own.
 
     Kept blocks keep the peak at a few layers whatever the depth: freed and allocated again, blocks
     of slightly different sizes would fragment the heap.
@@ -153,21 +176,22 @@ class _Rooms:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._free: list[Tensor] = []
+        self._free: dict[str, list[Tensor]] = {}
 
-    def take(self, size: int, *, shared: bool) -> Tensor:
-        if shared:
+    def take(self, size: int, *, pool: str | None) -> Tensor:
+        if pool is not None:
             with self._lock:
-                for index, room in enumerate(self._free):
+                free = self._free.setdefault(pool, [])
+                for index, room in enumerate(free):
                     if room.numel() >= size:
-                        return self._free.pop(index)
-                self._free.clear()  # too small, all of them: the larger one takes their place
+                        return free.pop(index)
+                free.clear()  # too small, all of them: the larger one takes their place
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def give_back(self, room: Tensor, *, shared: bool) -> None:
-        if shared:
+    def give_back(self, room: Tensor, *, pool: str | None) -> None:
+        if pool is not None:
             with self._lock:
-                self._free.append(room)
+                self._free.setdefault(pool, []).append(room)
 
 
 def set_entry(model: nn.Module, entry: str, value: Tensor, *, like: Tensor) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 
+from modelopt_lite.errors import InternalError
+from modelopt_lite.offload.expert_parts import ExpertRows
 from modelopt_lite.offload.lockstep import Lockstep
 from modelopt_lite.offload.memory import release_freed
 from modelopt_lite.offload.prefetch import Prefetcher
@@ -29,11 +31,15 @@ class StreamedModel:
         model: The model.
         store: Brings units in.
         units: The units that passes may run.
+            Parts of experts follow their layers.
         budget: Bytes of units in memory at a time; None: as many as there are.
         entered: Called with a unit when it is in the model.
         leaving: Called with a unit before it leaves the model, and with a function that gives its
             memory back: to be called, from any thread, when nothing reads the unit any more.
         finished: Layers that passes are not expected to run any more.
+
+    Attributes:
+        rows: A context that passes run in, outside of any other that looks at torch's functions.
     """
 
     def __init__(
@@ -53,6 +59,9 @@ class StreamedModel:
         self._entered = entered
         self._leaving = leaving
         self._inside: dict[str, Loaded] = {}
+        self._lockstep: Lockstep | None = None
+        self._parts = [unit for unit in units if unit.parent is not None]
+        self.rows = ExpertRows(model, self._parts, self._want)
         self._prefetcher = Prefetcher(
             store,
             expected_order(model, [u for u in units if u.name not in finished]),
@@ -88,18 +97,28 @@ class StreamedModel:
         Returns:
             The results of the passes.
         """
-        modules = {name: self._model.get_submodule(name) for name in self._units if name}
-        layers = {name: modules[name] for name, unit in self._units.items() if unit.is_layer}
+        named = [unit.name for unit in self._units.values() if unit.name and unit.parent is None]
+        modules = {name: self._model.get_submodule(name) for name in named}
+        parts: dict[str, list[str]] = {}
+        for part in self._parts:
+            parts.setdefault(str(part.parent), []).append(part.name)
+        layers = {name: modules[name] for name in named if self._units[name].is_layer}
         if "" in self._units:  # entries that no unit module holds stay for the whole run
             self._enter("")
 
         def skips(name: str) -> bool:
             return replay is not None and name in layers and replay.is_pending(lockstep.current)
 
-        lockstep = Lockstep(
-            modules, enter=self._enter, leave=self._leave, left=release_freed, skips=skips
+        lockstep = self._lockstep = Lockstep(
+            modules,
+            enter=self._enter,
+            leave=self._leave,
+            parts=parts,
+            left=release_freed,
+            skips=skips,
         )
         with ExitStack() as stack:
+            stack.enter_context(self._asking_experts())
             if replay is not None:
                 stack.enter_context(replay.around(layers, lambda: lockstep.current, returned))
             results = lockstep.run(passes)
@@ -116,15 +135,47 @@ class StreamedModel:
             self._leave(name)
         return results
 
+    def _want(self, part: str) -> None:
+        if self._lockstep is None:
+            raise InternalError(f"part {part!r} was asked for outside of run_together")
+        self._lockstep.want(part)
+
+    @contextmanager
+    def _asking_experts(self) -> Iterator[None]:
+        """Have experts that are modules of their own ask for their part before they run."""
+
+        def hook(part: Unit) -> Callable[..., None]:
+            return lambda *args: None if part.name in self._inside else self._want(part.name)
+
+        hooks = [
+            self._model.get_submodule(f"{part.container}.{index}").register_forward_pre_hook(
+                hook(part)
+            )
+            for part in self._parts
+            if not part.is_stacked
+            for index in part.experts or ()
+        ]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+
     def _enter(self, name: str) -> None:
         loaded = self._inside[name] = self._prefetcher.take(self._units[name])
-        self._store.attach(loaded)
+        if loaded.unit.is_stacked:
+            self.rows.attach(loaded)
+        else:
+            self._store.attach(loaded)
         self._entered(loaded)
 
     def _leave(self, name: str) -> None:
         loaded = self._inside.pop(name)
         self._leaving(loaded, partial(self._prefetcher.done, loaded))
-        self._store.detach(loaded.unit)
+        if loaded.unit.is_stacked:
+            self.rows.detach(loaded.unit)
+        else:
+            self._store.detach(loaded.unit)
         release_freed()
 
 
@@ -133,5 +184,5 @@ def expected_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     inside = {id(module) for module in text_model(model).modules()}
     if head := output_head(model):
         inside.add(id(head[1]))
-    named = [u for u in units if u.name and id(model.get_submodule(u.name)) in inside]
+    named = [u for u in units if u.name and id(model.get_submodule(u.parent or u.name)) in inside]
     return [unit for unit in units if not unit.name] + named

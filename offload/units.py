@@ -16,11 +16,24 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module whose entries come and go together."""
+    """A module whose entries come and go together, or a part of one.
+
+    Attributes:
+        name: The module's name; a part of its experts has a name of its own.
+        entries: Parameters and persistent buffers.
+        is_layer: It is a decoder layer.
+        parent: Of a part: the unit that is in memory while the part comes and goes.
+        experts: Of a part: which experts it holds, of those in ``container``.
+        is_stacked: Of a part: ``entries`` hold all experts along their first axis.
+    """
 
     name: str
     entries: tuple[str, ...]
     is_layer: bool
+    parent: str | None = None
+    experts: range | None = None
+    container: str = ""
+    is_stacked: bool = False
 
 
 def find_units(model: nn.Module, layer_names: Iterable[str]) -> list[Unit]:

@@ -11,7 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modelopt_lite import export_hf, quantize, quantize_and_export
+from modelopt_lite import api, export_hf, quantize, quantize_and_export
+from modelopt_lite.job import Job
+from modelopt_lite.offload import Unit
+from modelopt_lite.plan import split_layers
 from modelopt_lite.report import REPORT_FILE
 
 MakeCheckpoint = Callable[..., Path]
@@ -119,3 +122,91 @@ def test_model_in_memory_gives_the_same_bytes(
     export_hf(model, tmp_path / "b", source=source)
     assert whole == hashes(tmp_path / "b")
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+
+MOE_KINDS = ("qwen3_moe", "mixtral", "deepseek_v3")
+
+
+@pytest.mark.parametrize("kind", [*MOE_KINDS, "llama", "gpt_oss"])
+@pytest.mark.parametrize("units", [0, 1, 2, 5])
+def test_any_budget(
+    kind: str,
+    units: int,
+    checkpoint: MakeCheckpoint,
+    token_batches: list[torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A budget of no byte, one unit, two and five of them."""
+    source = checkpoint(kind)
+    whole = run(source, tmp_path / "a", token_batches, kv_cache=None, offload="none")
+    monkeypatch.setattr(api, "_unit_budget", lambda job, *_: units * job.unit_bytes()[0])
+    assert run(source, tmp_path / "b", token_batches, kv_cache=None) == whole
+
+
+@pytest.mark.parametrize("kind", MOE_KINDS)
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+def test_experts_in_parts(
+    kind: str,
+    recipe: str,
+    size: int,
+    checkpoint: MakeCheckpoint,
+    token_batches: list[torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = checkpoint(kind)
+    whole = run(source, tmp_path / "a", token_batches, recipe=recipe, offload="none")
+    parts: list[Unit] = []
+
+    def fit(job: Job, budget: int) -> None:
+        split_layers(job.plan, job.model, size)
+        parts.extend(unit for unit in job.plan.units if unit.parent)
+
+    monkeypatch.setattr(Job, "fit", fit)
+    seen: list[str] = []
+    report = quantize_and_export(
+        source,
+        export_dir=tmp_path / "b",
+        calib_data=token_batches,
+        recipe=recipe,
+        progress=lambda phase, done, total: seen.append(phase),
+    )
+    assert hashes(tmp_path / "b") == whole
+    layers = {part.parent for part in parts}
+    assert len(parts) >= (len(layers) if size > 3 else 2 * len(layers)) > 0
+    assert all(seen.count(f"unit {part.name}") == 1 for part in parts)
+    assert report.bytes_read <= report.source_bytes
+
+
+def test_interrupted_between_parts(
+    checkpoint: MakeCheckpoint,
+    token_batches: list[torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = checkpoint("qwen3_moe")
+    whole = run(source, tmp_path / "a", token_batches, offload="none")
+    monkeypatch.setattr(Job, "fit", lambda job, _: split_layers(job.plan, job.model, 1))
+
+    def stop(phase: str, done: int, total: int) -> None:
+        if "layers.1." in phase and "[1:2]" in phase:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="to go on"):
+        run(source, tmp_path / "b", token_batches, progress=stop)
+    assert run(source, tmp_path / "b", token_batches) == whole
+
+
+def test_every_expert_sees_every_token_in_parts(
+    checkpoint: MakeCheckpoint,
+    token_batches: list[torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = checkpoint("qwen3_moe")
+    whole = run(source, tmp_path / "a", token_batches, moe_calibrate_all_experts=True)
+    monkeypatch.setattr(Job, "fit", lambda job, _: split_layers(job.plan, job.model, 3))
+    parts = run(source, tmp_path / "b", token_batches, moe_calibrate_all_experts=True)
+    assert parts == whole

@@ -15,7 +15,7 @@ from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.errors import CalibrationError, NonFiniteError, SpecError
 from modelopt_lite.export.quantize import check_finite, quantize_matrices
 from modelopt_lite.formats import fp8
-from modelopt_lite.formats.linear import ErrorReport
+from modelopt_lite.formats.linear import FORMATS, ErrorReport
 from modelopt_lite.offload.units import Unit
 from modelopt_lite.plan import Copy, Matrix, Output, Plan
 
@@ -42,10 +42,18 @@ class Exporter:
         self._copies: dict[str, list[Copy]] = {}
         for copy in plan.copies:
             self._copies.setdefault(copy.source, []).append(copy)
+        whole = {unit.name: unit.parent or unit.name for unit in plan.units}
         self._matrices: dict[str, list[Matrix]] = {}
+        self._scaled: dict[str, list[Matrix]] = {}
         for matrix in plan.matrices:
             self._matrices.setdefault(matrix.unit, []).append(matrix)
-        _check_groups(plan.matrices)
+            if matrix.input_group is not None:  # what its peers read is known with the whole layer
+                self._scaled.setdefault(whole[matrix.unit], []).append(matrix)
+        self._parts: dict[str, list[str]] = {}
+        for unit in plan.units:
+            if unit.parent is not None:
+                self._parts.setdefault(unit.parent, []).append(unit.name)
+        _check_groups(plan.matrices, whole)
         self._names: list[str] = []
         self.errors: dict[str, ErrorReport] = {}
         self.input_amax: dict[str, Tensor] = {}
@@ -65,18 +73,13 @@ class Exporter:
         """
         self._names = []
         matrices = self._matrices.get(unit.name, [])
-        self.input_amax.update(self._inputs(matrices))
+        numerics, verify = self._plan.numerics, self._verify
         self.errors.update(
             quantize_matrices(
-                matrices,
-                sources,
-                amax,
-                self.input_amax,
-                self._write,
-                numerics=self._plan.numerics,
-                verify=self._verify,
+                matrices, sources, amax, self._write, numerics=numerics, verify=verify
             )
         )
+        self._export_input_scales(self._scaled.get(unit.name, []))
         for name, value in sources.items():
             for copy in self._copies.get(name, ()):
                 self._write(copy.output, value[copy.region] if copy.region else value)
@@ -85,11 +88,15 @@ class Exporter:
 
     def sees_inputs(self, unit: Unit) -> bool:
         """Whether what the unit becomes depends on what enters it."""
-        return any(m.input_group is not None for m in self._matrices.get(unit.name, ()))
+        return bool(self._scaled.get(unit.name))
 
     def findings(self, unit: Unit) -> dict[str, Any]:
         """Return, as JSON values, what was found out about an exported unit."""
-        matrices = self._matrices.get(unit.name, [])
+        matrices = [
+            matrix
+            for name in (unit.name, *self._parts.get(unit.name, ()))
+            for matrix in self._matrices.get(name, ())
+        ]
         sites = dict.fromkeys(site for m in matrices for site in self._sites(m))
         modules = [kv.module for kv in self._plan.kv_cache if kv.unit == unit.name]
         errors = {m.name: self.errors[m.name] for m in matrices if m.name in self.errors}
@@ -103,7 +110,7 @@ class Exporter:
         for name, (worst, relative) in findings["errors"].items():
             self.errors[name] = ErrorReport(worst, relative)
         self.evidence.add_json(findings)
-        self.input_amax.update(self._inputs(self._matrices.get(unit, [])))
+        self.input_amax.update(self._inputs(self._scaled.get(unit, [])))
 
     def export_rest(self, units: Sequence[Unit]) -> None:
         """Write what no forward pass brought in: units that did not run, and foreign tensors."""
@@ -113,13 +120,25 @@ class Exporter:
                 names = dict.fromkeys(m.source for m in missing)
                 sources = {name: self._source.read(name) for name in names}
                 self.export(unit, sources, check_finite(sources))
+        for matrices in self._scaled.values():
+            self._export_input_scales([m for m in matrices if not self._has_input_scale(m)])
         for copies in self._copies.values():
             for copy in copies:
                 if not self._sink.is_taken(copy.output.name):
                     self._copy(copy)
 
+    def _export_input_scales(self, matrices: Sequence[Matrix]) -> None:
+        self.input_amax.update(self._inputs(matrices))
+        for matrix in matrices:
+            scale = FORMATS[matrix.format].input_scale(self.input_amax[str(matrix.input_group)])
+            self._write(matrix.outputs["input_scale"], scale)
+
     def _is_written(self, matrix: Matrix) -> bool:
-        return all(self._sink.is_taken(output.name) for output in matrix.outputs.values())
+        outputs = matrix.outputs.items()
+        return all(self._sink.is_taken(o.name) for suffix, o in outputs if suffix != "input_scale")
+
+    def _has_input_scale(self, matrix: Matrix) -> bool:
+        return self._sink.is_taken(matrix.outputs["input_scale"].name)
 
     def _write(self, output: Output, tensor: Tensor) -> None:
         again = self._sink.is_taken(output.name)
@@ -186,15 +205,19 @@ class Exporter:
                 self._write(output, fp8.scale_from_amax(seen[scales.module].float()))
 
 
-def _check_groups(matrices: Sequence[Matrix]) -> None:
-    """Refuse a group of shared scales of which a part would be final before another is seen."""
+def _check_groups(matrices: Sequence[Matrix], whole: Mapping[str, str]) -> None:
+    """Refuse a group of shared scales of which a part would be final before another is seen.
+
+    ``whole`` gives the unit at whose end all inputs of a unit are known.
+    """
     first: dict[tuple[str, str], Matrix] = {}
     for matrix in matrices:
         for kind, group in (("weight", matrix.weight_group), ("input", matrix.input_group)):
             if group is None:
                 continue
             other = first.setdefault((kind, group), matrix)
-            if other.unit != matrix.unit:
+            ends = [whole[m.unit] if kind == "input" else m.unit for m in (other, matrix)]
+            if ends[0] != ends[1]:
                 raise SpecError(
                     f"{other.name!r} and {matrix.name!r} share a scale, and no layer of the model "
                     "holds both; name the classes of its decoder layers in a spec "

@@ -19,19 +19,17 @@ def quantize_matrices(
     matrices: Iterable[Matrix],
     sources: Mapping[str, Tensor],
     source_amax: Mapping[str, Tensor],
-    input_amax: Mapping[str, Tensor],
     write: Write,
     *,
     numerics: Numerics,
     verify: bool,
 ) -> dict[str, ErrorReport]:
-    """Quantize whole groups of matrices and hand every tensor to the writer.
+    """Quantize whole groups of matrices and hand every tensor but input scales to the writer.
 
     Args:
         matrices: All matrices of one unit; no weight group may lie in two units.
         sources: Name on disk -> values in the dtype of the disk.
         source_amax: Name on disk -> largest magnitude, as `check_finite` gives it.
-        input_amax: Input group -> 0-d amax of what enters it.
         write: Takes each finished tensor.
         numerics: Arithmetic of scales and quotients.
         verify: Compare what was packed with the source, while that is in memory.
@@ -52,15 +50,13 @@ def quantize_matrices(
             errors[matrix.name] = measure_error(
                 fmt, weight, tensors, numerics=numerics, input_major=stacked_input_major
             )
-        if matrix.input_group is not None:
-            tensors["input_scale"] = fmt.input_scale(input_amax[matrix.input_group])
-        if tensors.keys() != matrix.outputs.keys():
+        outputs = matrix.outputs
+        if tensors.keys() != outputs.keys() - {"input_scale"}:
             raise InternalError(
-                f"{matrix.name}: {fmt.name} made {sorted(tensors)}, the plan says "
-                f"{sorted(matrix.outputs)}"
+                f"{matrix.name}: {fmt.name} made {sorted(tensors)}, the plan says {sorted(outputs)}"
             )
         for suffix, tensor in tensors.items():
-            write(matrix.outputs[suffix], tensor)
+            write(outputs[suffix], tensor)
     return errors
 
 

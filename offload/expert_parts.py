@@ -1,0 +1,159 @@
+"""Split the routed experts of a layer into parts that come in one after another.
+
+The model's own forward runs unchanged: it is suspended where it asks for an expert that is not in
+memory, and goes on when that expert's part is. So results are bit-equal to those of the whole
+layer. Experts are parts of stacked parameters (transformers 5), or modules of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from modelopt_lite.checkpoint.names import NameMap
+from modelopt_lite.offload.store import Loaded
+from modelopt_lite.offload.units import Unit
+
+
+def split_experts(unit: Unit, model: nn.Module, names: NameMap, size: int) -> list[Unit]:
+    """Split a layer into its experts, ``size`` at a time, and the rest of it, which comes first.
+
+    Args:
+        unit: A layer.
+        model: The model, on the meta device.
+        names: Where its entries lie on disk; an expert's values must be tensors of their own.
+        size: Experts a part.
+
+    Returns:
+        The layer itself, alone, where it has no such experts.
+    """
+    stacked: dict[str, list[str]] = {}
+    single: dict[str, dict[int, list[str]]] = {}
+    for entry in unit.entries:
+        if _is_stacked(entry, names):
+            stacked.setdefault(entry.rpartition(".")[0], []).append(entry)
+        elif (place := _place_in_list(entry, unit, model)) is not None:
+            path, index = place
+            single.setdefault(path, {}).setdefault(index, []).append(entry)
+    parts = []
+    for path, entries in stacked.items():
+        count = model.get_parameter(entries[0]).shape[0]
+        for start in range(0, count, size):
+            rows = range(start, min(start + size, count))
+            parts.append(_part(unit, path, rows, entries, is_stacked=True))
+    for path, by_index in single.items():
+        count = len(by_index)
+        for start in range(0, count, size):
+            rows = range(start, min(start + size, count))
+            inside = [entry for index in rows for entry in by_index[index]]
+            parts.append(_part(unit, path, rows, inside, is_stacked=False))
+    if not parts:
+        return [unit]
+    taken = {entry for part in parts for entry in part.entries}
+    rest = replace(unit, entries=tuple(entry for entry in unit.entries if entry not in taken))
+    return [rest, *parts]
+
+
+def _part(unit: Unit, path: str, rows: range, entries: list[str], *, is_stacked: bool) -> Unit:
+    return Unit(
+        f"{path}[{rows.start}:{rows.stop}]",
+        tuple(entries),
+        is_layer=False,
+        parent=unit.name,
+        experts=rows,
+        container=path,
+        is_stacked=is_stacked,
+    )
+
+
+def _is_stacked(entry: str, names: NameMap) -> bool:
+    """Whether a parameter is filled from tensors that belong to one expert each."""
+    group = names.by_target.get(entry)
+    return (
+        group is not None
+        and bool(group.pieces)
+        and all(piece.region and isinstance(piece.region[0], int) for piece in group.pieces)
+    )
+
+
+def _place_in_list(entry: str, unit: Unit, model: nn.Module) -> tuple[str, int] | None:
+    """Return the list of experts that an entry lies in, and its position there."""
+    parts = entry.split(".")
+    for at in range(len(unit.name.split(".")), len(parts) - 1):
+        path = ".".join(parts[:at])
+        if parts[at].isdecimal() and parts[at - 1].endswith("experts"):
+            owner = model.get_submodule(path)
+            if isinstance(owner, nn.ModuleList):
+                return path, int(parts[at])
+    return None
+
+
+class ExpertRows(TorchFunctionMode):
+    """Serves single experts of stacked parameters of which only some rows are in memory.
+
+    Args:
+        model: The model; its stacked parameters stay on the meta device.
+        parts: The parts.
+        want: Called with a part's name when one of its experts is asked for and not in memory; on
+            return it is.
+    """
+
+    def __init__(self, model: nn.Module, parts: Iterable[Unit], want: Callable[[str], None]):
+        super().__init__()
+        self._want = want
+        self._entries = WeakTensorKeyDictionary()
+        self._parts: dict[str, dict[int, str]] = {}
+        self._rows: dict[str, tuple[range, Tensor]] = {}
+        for part in parts:
+            for entry in part.entries if part.is_stacked else ():
+                self._entries[model.get_parameter(entry)] = entry
+                of_expert = self._parts.setdefault(entry, {})
+                of_expert.update(dict.fromkeys(part.experts or (), part.name))
+
+    def attach(self, loaded: Loaded) -> None:
+        """Serve a part's experts."""
+        assert loaded.unit.experts is not None
+        for entry in loaded.unit.entries:
+            self._rows[entry] = loaded.unit.experts, loaded.buffers[entry]
+
+    def detach(self, part: Unit) -> None:
+        """Serve them no longer."""
+        for entry in part.entries:
+            self._rows.pop(entry, None)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Look at one torch function call."""
+        name = getattr(func, "__name__", "")
+        if name != "__getitem__" or not isinstance(args[0], Tensor):
+            return func(*args, **(kwargs or {}))
+        entry = self._entries.get(args[0])
+        first, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if entry is None or not _is_number(first):
+            return func(*args, **(kwargs or {}))
+        expert = int(first) % len(args[0])
+        rows, values = self._served(entry, expert)
+        return func(values, (expert - rows.start, *rest))
+
+    def _served(self, entry: str, expert: int) -> tuple[range, Tensor]:
+        found = self._rows.get(entry)
+        if found is None or expert not in found[0]:
+            self._want(self._parts[entry][expert])
+            found = self._rows[entry]
+        return found
+
+
+def _is_number(index: Any) -> bool:
+    return (isinstance(index, int) and not isinstance(index, bool)) or (
+        isinstance(index, Tensor) and index.ndim == 0
+    )
