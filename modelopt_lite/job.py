@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from modelopt_lite.errors import CheckpointError, RecipeError
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.offload.expert_parts import split_experts
 from modelopt_lite.offload.store import WeightStore
-from modelopt_lite.plan import Plan, make_plan, split_layers
+from modelopt_lite.offload.units import Unit
+from modelopt_lite.plan import Plan, make_plan
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import TensorShape
 
@@ -100,6 +101,28 @@ class Job:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         hidden = int(getattr(text, "hidden_size", 0))
         return int(unit + 8 * matrix + 2 * token_count * hidden * 2)
+
+
+def split_layers(plan: Plan, model: nn.Module, size: int) -> None:
+    """Have the experts of every layer come in ``size`` at a time, where that can be.
+
+    It cannot be where all experts of a layer share the scale of their weights.
+    """
+    taken = {m.entry for m in plan.matrices if m.stacked and plan.format.shares_weight_amax}
+    units: list[Unit] = []
+    part_of: dict[tuple[str, int | None], str] = {}
+    for unit in plan.units:
+        whole = not unit.is_layer or not taken.isdisjoint(unit.entries)
+        parts = [unit] if whole else split_experts(unit, model, plan.names, size)
+        units += parts
+        for part in parts[1:]:
+            for entry in part.entries:
+                for expert in (part.experts or ()) if part.is_stacked else (None,):
+                    part_of[entry, expert] = part.name
+    plan.units = units
+    plan.matrices = [
+        replace(m, unit=part_of.get((m.entry, m.expert), m.unit)) for m in plan.matrices
+    ]
 
 
 def prepare(

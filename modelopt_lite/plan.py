@@ -21,7 +21,6 @@ from modelopt_lite.formats.base import Numerics, TensorSpec
 from modelopt_lite.formats.linear import FORMATS, LinearFormat, get_format
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ModelSpec, PTQSpec, ptq_facts
-from modelopt_lite.offload.expert_parts import split_experts
 from modelopt_lite.offload.patterns import match_part
 from modelopt_lite.offload.units import Unit, find_units, output_head, text_model
 from modelopt_lite.recipes import Recipe
@@ -225,28 +224,6 @@ def make_plan(
             "structure alone (models/README.md tells how to add it)"
         )
     return plan
-
-
-def split_layers(plan: Plan, model: nn.Module, size: int) -> None:
-    """Have the experts of every layer come in ``size`` at a time, where that can be.
-
-    It cannot be where all experts of a layer share the scale of their weights.
-    """
-    taken = {m.entry for m in plan.matrices if m.stacked and plan.format.shares_weight_amax}
-    units: list[Unit] = []
-    part_of: dict[tuple[str, int | None], str] = {}
-    for unit in plan.units:
-        whole = not unit.is_layer or not taken.isdisjoint(unit.entries)
-        parts = [unit] if whole else split_experts(unit, model, plan.names, size)
-        units += parts
-        for part in parts[1:]:
-            for entry in part.entries:
-                for expert in (part.experts or ()) if part.is_stacked else (None,):
-                    part_of[entry, expert] = part.name
-    plan.units = units
-    plan.matrices = [
-        replace(m, unit=part_of.get((m.entry, m.expert), m.unit)) for m in plan.matrices
-    ]
 
 
 def fused_group(name: str, role: str, ptq: PTQSpec) -> str | None:

@@ -25,6 +25,7 @@ from torch.overrides import (
 )
 
 from modelopt_lite.errors import InternalError
+from modelopt_lite.offload.waiting import Waiting
 
 
 @dataclass(slots=True)
@@ -102,6 +103,7 @@ class Lockstep:
         left: Called each time that one pass has left a unit.
         skips: Whether the current pass runs through the unit without its weights, and so does not
             wait for it; asked each time that a pass comes to a unit.
+        waiting: Keeps what suspended passes hold within a budget.
 
     ``entries`` counts how often each unit was brought in; units inside others are not in it.
     """
@@ -115,6 +117,7 @@ class Lockstep:
         parts: Mapping[str, Sequence[str]] | None = None,
         left: Callable[[], None] = lambda: None,
         skips: Callable[[str], bool] = lambda name: False,
+        waiting: Waiting | None = None,
     ) -> None:
         inner = {id(m) for unit in units.values() for m in unit.modules() if m is not unit}
         self._units = {name: unit for name, unit in units.items() if id(unit) not in inner}
@@ -127,6 +130,7 @@ class Lockstep:
         }
         self._left = left
         self._skips = skips
+        self._waiting = waiting
         self._hub: greenlet | None = None
         self._jobs: dict[greenlet, _Job] = {}
         self.entries: dict[str, int] = dict.fromkeys(self._order, 0)
@@ -140,7 +144,7 @@ class Lockstep:
             InternalError: A pass changed torch's inference mode across units.
         """
         hooks = [
-            module.register_forward_pre_hook(self._pre_hook(name))
+            module.register_forward_pre_hook(self._pre_hook(name), with_kwargs=True)
             for name, module in self._units.items()
         ]
         self._hub = getcurrent()
@@ -190,10 +194,16 @@ class Lockstep:
         """Suspend the current pass until a part of the unit that it runs is in memory."""
         self._suspend(self._current_job(f"part {part!r}"), part)
 
-    def _suspend(self, job: _Job, name: str) -> None:
+    def _suspend(
+        self, job: _Job, name: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> None:
         job.unit = name
+        if self._waiting is not None:
+            self._waiting.suspend(job.index, args, kwargs or {})
         assert self._hub is not None
         self._hub.switch()
+        if self._waiting is not None:
+            self._waiting.resume(job.index)
 
     def _run_unit(self, name: str, jobs: list[_Job], outside: _TorchState) -> None:
         """Bring in a unit, and run all passes that wait for it until they have left it."""
@@ -219,11 +229,11 @@ class Lockstep:
             job.state = _TorchState.capture()
             outside.restore()
 
-    def _pre_hook(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, args: Any) -> None:
+    def _pre_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             job = self._current_job(f"unit {name!r}")
             if not self._skips(name):
-                self._suspend(job, name)
+                self._suspend(job, name, args, kwargs)
 
         return hook
 

@@ -19,6 +19,7 @@ from modelopt_lite.offload.prefetch import Prefetcher
 from modelopt_lite.offload.replay import Replay, Returned
 from modelopt_lite.offload.store import Loaded, WeightStore
 from modelopt_lite.offload.units import Unit, output_head, text_model
+from modelopt_lite.offload.waiting import Waiting
 
 Entered = Callable[[Loaded], None]
 Leaving = Callable[[Loaded, Callable[[], None]], None]
@@ -84,6 +85,7 @@ class StreamedModel:
         self,
         passes: Sequence[Callable[[], Any]],
         *,
+        waiting: Waiting | None = None,
         replay: Replay | None = None,
         returned: Returned = lambda index, name, output: None,
     ) -> list[Any]:
@@ -91,6 +93,7 @@ class StreamedModel:
 
         Args:
             passes: What to run.
+            waiting: Keeps what suspended passes hold within a budget.
             replay: Calls of layers that an earlier run has finished; where it is given,
             returned: is called with a pass, a layer and what that returned in this run.
 
@@ -116,6 +119,7 @@ class StreamedModel:
             parts=parts,
             left=release_freed,
             skips=skips,
+            waiting=waiting,
         )
         with ExitStack() as stack:
             stack.enter_context(self._asking_experts())

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from modelopt_lite import api, export_hf, quantize, quantize_and_export
-from modelopt_lite.job import Job
+from modelopt_lite.job import Job, split_layers
 from modelopt_lite.offload import Unit
-from modelopt_lite.plan import split_layers
 from modelopt_lite.report import REPORT_FILE
 
 MakeCheckpoint = Callable[..., Path]

@@ -25,6 +25,7 @@ LAYERS = (
     ("in_memory",),
     ("run", "evaluate"),
     ("pipeline",),
+    ("resume",),
     ("job",),
     ("export", "verify"),
     ("plan",),
@@ -32,10 +33,11 @@ LAYERS = (
     ("calibrate",),
     ("offload", "parallel"),
     ("recipes",),
+    ("output",),
     ("checkpoint",),
     ("formats",),
     ("models",),
-    ("output", "progress", "report"),
+    ("progress", "report"),
     ("errors",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -6,6 +6,7 @@ the host buffer that will hold them, so peak memory is that of the tensors asked
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -277,9 +278,14 @@ def check_out(out: Tensor, info: TensorInfo) -> None:
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous host tensor with at least one element, without a copy."""
-    flat = tensor.reshape(-1).view(torch.uint8)
-    return flat.numpy().data
+    """Return the bytes of a contiguous host tensor with at least one element, without a copy.
+
+    Not by way of numpy, after which torch would refuse to resize the tensor's memory.
+    """
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    array = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+    array.tensor = flat  # type: ignore[attr-defined]  # lives as long as the view
+    return memoryview(array).cast("B")
 
 
 def _weight_map(path: Path) -> dict[str, str]:

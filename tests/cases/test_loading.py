@@ -148,7 +148,8 @@ def test_c55_router_bias_keeps_float32(checkpoint: Make, cases: Any) -> None:
         assert not out.problems()
     job = job_of(source)
     unit = next(u for u in job.plan.units if u.name == "model.layers.1")
-    job.store().bring_in(unit)
+    store = job.store()
+    store.attach(store.load(unit))
     held = dict(job.model.named_buffers()) | dict(job.model.named_parameters())
     assert torch.equal(held[name], bias)
     assert held["model.layers.1.self_attn.o_proj.weight"].dtype == torch.bfloat16
