@@ -43,7 +43,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'modelopt_lite' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"modelopt_lite.{_WHERE[name]}"), name)
+    from modelopt_lite.errors import loading_specs
+
+    with loading_specs():
+        return getattr(importlib.import_module(f"modelopt_lite.{_WHERE[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -24,7 +24,13 @@ from rich.text import Text
 
 from modelopt_lite import __version__
 from modelopt_lite.cli_options import RunOptions, with_run_options
-from modelopt_lite.errors import DegradedError, ModelOptLiteError, OutputError, SpecError
+from modelopt_lite.errors import (
+    DegradedError,
+    ModelOptLiteError,
+    OutputError,
+    SpecError,
+    loading_specs,
+)
 
 DEGRADED = 3
 INTERRUPTED = 130
@@ -36,7 +42,8 @@ class _Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command that ``ctx`` names."""
         try:
-            return super().invoke(ctx)
+            with loading_specs():
+                return super().invoke(ctx)
         except ModelOptLiteError as error:
             typer.secho(f"error [{error.code}]: {error}", err=True, fg=typer.colors.RED)
             status = DEGRADED if isinstance(error, DegradedError) else 1
