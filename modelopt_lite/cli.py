@@ -27,7 +27,6 @@ from modelopt_lite.cli_options import RunOptions, with_run_options
 from modelopt_lite.errors import (
     DegradedError,
     ModelOptLiteError,
-    OutputError,
     SpecError,
     loading_specs,
 )
@@ -45,7 +44,7 @@ class _Commands(typer.core.TyperGroup):
             with loading_specs():
                 return super().invoke(ctx)
         except ModelOptLiteError as error:
-            typer.secho(f"error [{error.code}]: {error}", err=True, fg=typer.colors.RED)
+            _show_error(error.code, str(error))
             status = DEGRADED if isinstance(error, DegradedError) else 1
             raise typer.Exit(status) from error
         except KeyboardInterrupt as error:
@@ -77,6 +76,10 @@ def main() -> None:
 
 def _show(what: Any) -> None:
     Console().print(what)
+
+
+def _show_error(code: str, message: str) -> None:
+    typer.secho(f"error [{code}]: {message}", err=True, fg=typer.colors.RED)
 
 
 def _print_json(value: Any) -> None:
@@ -130,48 +133,18 @@ def quantize(ckpt: Checkpoint, options: RunOptions) -> None:
 @with_run_options
 def plan(ckpt: Checkpoint, options: RunOptions, *, as_json: AsJson = False) -> None:
     """Show what `quantize` with the same options would do; reads no weight, writes nothing."""
-    from modelopt_lite.checkpoint.writer import parse_size
-    from modelopt_lite.job import prepare
-    from modelopt_lite.output import resolve_checkpoint
-    from modelopt_lite.plan_view import describe_plan, plan_tables
-    from modelopt_lite.recipes import load_recipe
+    from modelopt_lite.plan_view import plan_tables
+    from modelopt_lite.preview import dry_run
 
-    recipe = load_recipe(options.recipe, kv_cache=options.kv_cache)
-    given = options.arguments()
-    shared = ("model_type", "numerics", "on_bad_shape", "trust_remote_code", "device")
-    job = prepare(resolve_checkpoint(ckpt), recipe, **{name: given[name] for name in shared})
-    described = describe_plan(
-        job,
-        max_tokens=options.calib_size * options.calib_seq_len,
-        max_shard_size=parse_size(options.max_shard_size),
-    )
-    problems = _output_problems(ckpt, options, described, job.folder)
-    described["problems"] = problems
+    described = dry_run(ckpt, **options.arguments())
     if as_json:
         _print_json(described)
     else:
         _show(plan_tables(described))
-    if problems:
-        raise OutputError("; ".join(problems))
-
-
-def _output_problems(
-    ckpt: str, options: RunOptions, described: dict[str, Any], source: Path
-) -> list[str]:
-    """Return why the export could not be written; adds where it goes to ``described``."""
-    from modelopt_lite.output import check_export_dir, check_free_space, default_export_dir
-    from modelopt_lite.report import REPORT_FILE
-
-    target = Path(options.export_dir or default_export_dir(ckpt, described["recipe"])).expanduser()
-    described["export_dir"] = str(target)
-    if options.resume and (target / REPORT_FILE).is_file():
-        return []  # the run compares its inputs with those of the export that is there
-    try:
-        check_export_dir(target, source, overwrite=options.overwrite)
-        check_free_space(target, described["bytes_to_write"])
-    except OutputError as error:
-        return [str(error)]
-    return []
+    for problem in described["problems"]:
+        _show_error(problem["code"], problem["message"])
+    if described["problems"]:
+        raise typer.Exit(1)
 
 
 @app.command()

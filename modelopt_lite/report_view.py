@@ -55,8 +55,18 @@ def report_table(report: Report) -> RenderableType:
     }
     if report.beyond_bound:
         facts["beyond bound"] = _listed(report.beyond_bound)
+    facts = _reused(report) | facts
     lines = [*(f"fell back: {text}" for text in report.fallbacks), *report.notes]
     return Group(facts_table(facts), *(Text(f"note: {line}") for line in lines))
+
+
+def _reused(report: Report) -> dict[str, str]:
+    if not report.reused:
+        return {}
+    return {
+        "reused": "nothing was done: the folder holds the finished export of the same inputs, and "
+        "this is its report; --overwrite makes it again"
+    }
 
 
 def findings_table(folder: str, findings: Sequence[Finding]) -> RenderableType:
