@@ -88,6 +88,12 @@ class NonFiniteError(ModelOptLiteError, ValueError):
     code = "MOL410"
 
 
+class ForwardError(ModelOptLiteError):
+    """The model's own code failed in a forward pass; ``__cause__`` is what it raised."""
+
+    code = "MOL420"
+
+
 class OutputError(ModelOptLiteError):
     """The export cannot be written where it was asked for."""
 

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from modelopt_lite.calibrate.all_experts import calibrate_all_experts
 from modelopt_lite.calibrate.attention import CacheStats, watch_attention
+from modelopt_lite.calibrate.model_code import model_code
 from modelopt_lite.calibrate.observe import InputStats, InputWatch, Site
 from modelopt_lite.checkpoint.dequant import Source
+from modelopt_lite.checkpoint.names import natural_key
 from modelopt_lite.checkpoint.writer import StreamingWriter
 from modelopt_lite.errors import CalibrationError, NonFiniteError, SpecError
-from modelopt_lite.export.quantize import check_finite, quantize_matrices
+from modelopt_lite.export.quantize import check_finite, not_finite, quantize_matrices
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.linear import ErrorReport
 from modelopt_lite.offload.lockstep import Lockstep
@@ -25,6 +27,8 @@ from modelopt_lite.offload.memory import release_freed
 from modelopt_lite.offload.units import Unit, WeightStore, output_head
 from modelopt_lite.plan import Copy, Matrix, Output, Plan
 from modelopt_lite.progress import Progress
+from modelopt_lite.verify.export import chunks
+from modelopt_lite.words import counted
 
 
 @dataclass(slots=True)
@@ -110,9 +114,15 @@ class Exporter:
         cast = copy.output.dtype != self._source.tensors[copy.source].dtype
         if copy.region or decoded or cast:
             value = self._source.read(copy.source)
+            check_finite({copy.source: value})
             self._write(copy.output, value[copy.region] if copy.region else value)
             return
-        self._writer.copy(copy.output.name, self._source.tensors[copy.source])
+        info = self._source.tensors[copy.source]
+        if info.dtype.is_floating_point:  # no unit was checked as it came in
+            bad = sum(int((~torch.isfinite(part)).sum()) for part in chunks(info))
+            if bad:
+                raise not_finite(info.name, bad)
+        self._writer.copy(copy.output.name, info)
         self._written.add(copy.output.name)
 
     def _inputs(self, matrices: Sequence[Matrix]) -> dict[str, Tensor]:
@@ -132,11 +142,7 @@ class Exporter:
                 continue
             value = amax.get(matrix.input_group)
             if value is None:
-                raise CalibrationError(
-                    f"no calibration data reached {matrix.name!r} (or any of its peers), so its "
-                    "inputs have no scale; give more calibration data, exclude the module in the "
-                    "recipe, or use a recipe without static input scales"
-                )
+                raise _unreached([m for m in matrices if m.input_group not in {None, *amax}])
             if not bool(torch.isfinite(value)):
                 raise NonFiniteError(
                     f"the inputs of {matrix.name!r} became NaN or infinite during calibration; "
@@ -163,6 +169,20 @@ class Exporter:
                         "its KV cache has no scales; run without kv_cache"
                     )
                 self._write(output, fp8.scale_from_amax(seen[scales.module].float()))
+
+
+def _unreached(matrices: Sequence[Matrix]) -> CalibrationError:
+    """The error for matrices of one unit whose inputs were never seen."""
+    first = matrices[0]
+    parents = {m.name.rpartition(".")[0].removeprefix(f"{m.unit}.") for m in matrices}
+    patterns = ", ".join(f'"*.{parent}"' for parent in sorted(parents, key=natural_key))
+    return CalibrationError(
+        f"no calibration data reached {first.name!r} (nor its peers; "
+        f"{counted(len(matrices), 'matrix', 'matrices')} of unit {first.unit!r} in all), so its "
+        "inputs have no scale. Where the model runs it on other inputs only, as attention to an "
+        f"encoder, exclude it in the recipe (exclude: [{patterns}]); else give more calibration "
+        "data, or use a recipe without static input scales"
+    )
 
 
 def _check_groups(matrices: Sequence[Matrix]) -> None:
@@ -207,7 +227,7 @@ def run_calibrated(
         units = [unit for unit in plan.units if unit.name not in skipped]
 
         def forward(batch: Tensor) -> None:
-            with watch:
+            with watch, model_code(model):
                 model(input_ids=batch, use_cache=False)
 
         passes = [partial(forward, batch) for batch in batches]

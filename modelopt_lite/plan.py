@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelopt_lite.calibrate.attention import check_watched
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.names import NameMap, Region, map_names, natural_key
 from modelopt_lite.errors import RecipeError, SpecError
@@ -338,6 +339,7 @@ def _kv_cache(
         group = names.by_target.get(f"{path}.{linear}.weight")
         if group is None or _is_skipped(group.sources[0], ptq):
             continue
+        check_watched(path, module)
         prefix = group.sources[0].removesuffix(f".{linear}.weight")
         found.append(
             KVCacheScale(

@@ -37,7 +37,7 @@ LAYERS = (
     ("formats",),
     ("models",),
     ("output", "progress", "report"),
-    ("errors",),
+    ("errors", "words"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 PARTS = {name for names in LAYERS for name in names}

@@ -11,6 +11,7 @@ from modelopt_lite.errors import InternalError, NonFiniteError
 from modelopt_lite.formats.base import Numerics, amax
 from modelopt_lite.formats.linear import FORMATS, ErrorReport, measure_error
 from modelopt_lite.plan import Matrix, Output
+from modelopt_lite.words import counted
 
 Write = Callable[[Output, Tensor], None]
 
@@ -69,11 +70,15 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raise `NonFiniteError` that names the first tensor with a NaN or an infinity in it."""
     for name, value in tensors.items():
         if value.is_floating_point() and not bool(torch.isfinite(amax(value))):
-            bad = int((~torch.isfinite(value)).sum())
-            raise NonFiniteError(
-                f"tensor {name!r} holds {bad} values that are NaN or infinite; repair the "
-                "checkpoint or download it again"
-            )
+            raise not_finite(name, int((~torch.isfinite(value)).sum()))
+
+
+def not_finite(name: str, count: int) -> NonFiniteError:
+    """Return the error for a tensor of which so many values are not finite."""
+    return NonFiniteError(
+        f"tensor {name!r} holds {counted(count, 'value')} not finite (NaN or infinity); repair the "
+        "checkpoint or download it again"
+    )
 
 
 def _value(matrix: Matrix, sources: Mapping[str, Tensor]) -> Tensor:
