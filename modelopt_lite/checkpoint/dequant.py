@@ -40,6 +40,7 @@ _MODEL_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
 }
 _KV_SCALE = re.compile(r"(^|[._])((q|k|v|kv|prob)_scale|[kv]_proj\.output_scale)$")
 _INPUT_SCALE = re.compile(r"[._](input_scale|activation_scale)$")
@@ -61,7 +62,8 @@ class DequantizedSource:
 
     Raises:
         UnsupportedSourceError: The source is quantized in a way that is not read here.
-        CheckpointError: A code tensor lacks its scale, or their shapes disagree.
+        CheckpointError: A code tensor lacks its scale, their shapes disagree, or the config states
+            a dtype that no model runs in.
     """
 
     def __init__(self, base: Checkpoint, quantization: Mapping[str, Any]) -> None:
@@ -193,13 +195,25 @@ def open_source(path: Path) -> Source:
 
 
 def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype that a config states, at the top or in ``text_config``; else bfloat16."""
+    """Return the dtype that a config states, at the top or in ``text_config``; else bfloat16.
+
+    Raises:
+        CheckpointError: It states one that no model runs in: an integer or an 8-bit float, a word
+            that names none, or no text at all.
+    """
     text = config.get("text_config")
     for section in (config, text if isinstance(text, dict) else {}):
         for key in ("dtype", "torch_dtype"):
-            name = str(section.get(key)).removeprefix("torch.")
-            if name in _MODEL_DTYPES:
-                return _MODEL_DTYPES[name]
+            stated = section.get(key)
+            if stated in (None, "auto"):
+                continue
+            dtype = _MODEL_DTYPES.get(str(stated).removeprefix("torch."))
+            if dtype is None:
+                raise CheckpointError(
+                    f"config.json states {key} {stated!r}; write one that a model runs in: "
+                    f"{', '.join(_MODEL_DTYPES)}"
+                )
+            return dtype
     return torch.bfloat16
 
 

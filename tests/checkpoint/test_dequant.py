@@ -359,11 +359,21 @@ def test_config_is_plain_at_every_level(make_checkpoint: MakeCheckpoint) -> None
         ({"dtype": "torch.float32"}, torch.float32),
         ({"dtype": "float32", "torch_dtype": "float16"}, torch.float32),
         ({"torch_dtype": None, "text_config": {"torch_dtype": "float32"}}, torch.float32),
-        ({"torch_dtype": "float8_e4m3fn", "text_config": 3}, torch.bfloat16),
+        ({"dtype": "auto", "torch_dtype": "float64", "text_config": 3}, torch.float64),
     ],
 )
 def test_model_dtype(config: dict[str, Any], dtype: torch.dtype) -> None:
     assert model_dtype(config) == dtype
+
+
+@pytest.mark.parametrize("stated", ["float8_e4m3fn", "int8", "bf16", "", 16, ["float16"], {}])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_dtype_that_no_model_runs_in(stated: Any, nested: bool) -> None:
+    config = {"text_config": {"torch_dtype": stated}} if nested else {"torch_dtype": stated}
+    with pytest.raises(CheckpointError) as caught:
+        model_dtype(config)
+    assert f"states torch_dtype {stated!r}" in str(caught.value)
+    assert "bfloat16" in str(caught.value)
 
 
 def test_plain_source_stays_a_checkpoint(make_checkpoint: MakeCheckpoint) -> None:
