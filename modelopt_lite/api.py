@@ -18,6 +18,7 @@ from modelopt_lite.recipes import Recipe
 from modelopt_lite.report import REPORT_FILE, Report
 from modelopt_lite.request import Options, Request, make_request
 from modelopt_lite.run import Run
+from modelopt_lite.words import counted
 
 __all__ = ["dry_run", "export_hf", "quantize", "quantize_and_export"]
 
@@ -156,7 +157,11 @@ def _run(request: Request) -> Report:
 def _degradations(report: Report) -> str:
     parts = list(report.fallbacks)
     if report.cold_experts:
-        parts.append(f"{len(report.cold_experts)} experts saw no calibration token")
+        parts.append(
+            f"{counted(len(report.cold_experts), 'expert')} saw no calibration token (give more "
+            "data, or moe_calibrate_all_experts=True)"
+        )
     if report.beyond_bound:
-        parts.append(f"{len(report.beyond_bound)} matrices exceed their format's error bound")
+        count = counted(len(report.beyond_bound), "matrix", "matrices")
+        parts.append(f"{count} beyond the format's error bound")
     return "; ".join(parts)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import json
 import os
 import signal
@@ -74,8 +75,19 @@ def main() -> None:
     app(prog_name="modelopt-lite")
 
 
+_WIDE = 10_000  # columns: what goes to a file or another program is not wrapped
+
+
 def _show(what: Any) -> None:
-    Console().print(what)
+    """Print for a person, to the width of the terminal; elsewhere unwrapped and not padded."""
+    console = Console()
+    if console.is_terminal:
+        console.print(what)
+        return
+    lines = Console(width=_WIDE, file=io.StringIO(), color_system=None)
+    lines.print(what)
+    for line in lines.file.getvalue().splitlines():  # type: ignore[attr-defined]
+        typer.echo(line.rstrip())
 
 
 def _show_error(code: str, message: str) -> None:
@@ -161,7 +173,7 @@ def verify(
     _set_up_torch()
     from modelopt_lite.output import resolve_checkpoint
     from modelopt_lite.report_view import findings_table
-    from modelopt_lite.verify.audit import audit
+    from modelopt_lite.verify.audit import audit, coverage
 
     folder = resolve_checkpoint(export)
     original = resolve_checkpoint(source) if source is not None else None
@@ -169,7 +181,8 @@ def verify(
     if as_json:
         _print_json([dataclasses.asdict(finding) for finding in findings])
     else:
-        _show(findings_table(str(folder), findings))
+        compared_with = None if original is None else str(original)
+        _show(findings_table(str(folder), findings, coverage(folder), compared_with))
     if any(finding.severity == "error" for finding in findings):
         raise typer.Exit(1)
 
@@ -210,16 +223,17 @@ def evaluate(
         trust_remote_code=trust_remote_code,
         progress=progress,
     )
-    values = dataclasses.asdict(result)
+    values = {"checkpoint": ckpt, **dataclasses.asdict(result)}
     if as_json:
         _print_json(values)
     else:
-        shown = {name.replace("_", " "): value for name, value in values.items()}
-        _show(
-            facts_table(
-                {k: f"{v:,.4f}" if isinstance(v, float) else str(v) for k, v in shown.items()}
-            )
-        )
+        _show(facts_table({k.replace("_", " "): _measured(k, v) for k, v in values.items()}))
+
+
+def _measured(name: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.1f}" if name == "seconds" else f"{value:,.4f}"
+    return f"{value:,}" if type(value) is int else _plain(value)
 
 
 @specs_app.command("list")
@@ -242,6 +256,7 @@ def specs_list(*, as_json: AsJson = False) -> None:
 def specs_show(model_type: str, *, as_json: AsJson = False) -> None:
     """Show what is known about one model type."""
     from modelopt_lite.models import get_spec, get_specs
+    from modelopt_lite.report_view import facts_table
 
     spec = get_spec(model_type)
     if spec is None:
@@ -256,12 +271,12 @@ def specs_show(model_type: str, *, as_json: AsJson = False) -> None:
     if as_json:
         _print_json(values)
         return
-    table = Table("section", "field", "value", title=model_type)
+    facts: dict[str, str] = {}
     for name, value in values.items():
-        rows = value.items() if isinstance(value, dict) else [("", value)]
-        for field, content in rows:
-            table.add_row(name, field, Text(_plain(content)))
-    _show(table)
+        facts[name] = "" if isinstance(value, dict) else _plain(value)
+        if isinstance(value, dict):
+            facts |= {f"  {field}": _plain(content) for field, content in value.items()}
+    _show(facts_table(facts))
 
 
 @recipes_app.command("list")
@@ -293,6 +308,17 @@ def recipes_show(name: str, *, as_json: AsJson = False) -> None:
 
 
 def _plain(value: Any) -> str:
+    """A value as text; a sequence of sequences takes a line for each."""
+    if isinstance(value, dict):
+        return "\n".join(f"{key}: {_plain(item)}" for key, item in value.items()) or "-"
     if isinstance(value, tuple | list):
-        return ", ".join(_plain(item) for item in value) or "-"
+        nested = any(isinstance(item, tuple | list) for item in value)
+        return ("\n" if nested else ", ").join(map(_element, value)) or "-"
     return "-" if value is None else str(value)
+
+
+def _element(value: Any) -> str:
+    """The same inside of a sequence; a sequence stands in parentheses."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_element, value))})"
+    return str(value)

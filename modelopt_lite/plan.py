@@ -175,7 +175,7 @@ def make_plan(
     if all(c.skip for c in candidates):
         reasons = sorted({str(c.skip) for c in candidates})
         raise RecipeError(
-            f"the recipe {recipe.name!r} leaves nothing to quantize ({len(candidates)} matrices, "
+            f"the recipe {recipe.name!r} leaves nothing to quantize (matrices: {len(candidates)}, "
             f"left out as: {'; '.join(reasons[:5])}); change its patterns or its format"
         )
     units = find_units(model, ptq.layer_names)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from modelopt_lite.report_view import bytes_text, facts_table
+from modelopt_lite.words import counted
 
 
 def plan_tables(plan: Mapping[str, Any]) -> RenderableType:
@@ -23,18 +25,19 @@ def plan_tables(plan: Mapping[str, Any]) -> RenderableType:
         "checkpoint": f"{plan['checkpoint']} ({plan['model_type']})",
         "export": plan["export_dir"],
         "recipe": f"{plan['recipe']}, {plan['numerics']} numerics",
-        "KV cache": f"{plan['kv_cache']}, {plan['kv_cache_layers']} layers"
+        "KV cache": f"{plan['kv_cache']}, {counted(plan['kv_cache_layers'], 'layer')}"
         if plan["kv_cache"]
         else "left as it is",
         "calibration": _calibration(plan),
         "quantized": f"{count:,} of {len(plan['linears']):,} linear layers and experts",
         "tensors": f"{plan['source_tensors']:,} read, {plan['outputs']:,} written",
         "read": bytes_text(plan["bytes_to_read"]),
-        "write": f"{bytes_text(plan['bytes_to_write'])} in {len(plan['files_to_write'])} files",
+        "write": f"{bytes_text(plan['bytes_to_write'])} in "
+        f"{counted(len(plan['files_to_write']), 'file')}",
         "memory": f"about {bytes_text(plan['memory_estimate'])} beyond the process, "
         f"on {plan['device']}",
-        "streamed as": f"{len(plan['units'])} units, {len(layers)} of them decoder layers, the "
-        f"largest {bytes_text(largest)}",
+        "streamed as": f"{counted(len(plan['units']), 'unit')}, "
+        f"{counted(len(layers), 'decoder layer')} among them, the largest {bytes_text(largest)}",
     }
     notes = [Text(f"note: {note}") for note in plan["notes"]]
     return Group(facts_table(facts), _linears_table(plan["linears"]), *notes)
@@ -45,18 +48,42 @@ def _calibration(plan: Mapping[str, Any]) -> str:
         return "needs no data"
     if (data := plan["calibration"]) is None:
         return "needs data"
-    return f"{data['samples']:,} sequences, {data['tokens']:,} tokens of {data['origin']}"
+    samples, tokens = counted(data["samples"], "sequence"), counted(data["tokens"], "token")
+    return f"{samples}, {tokens} of {data['origin']}"
 
 
 def _linears_table(linears: Mapping[str, Mapping[str, Any]]) -> Table:
-    titles = ("count", "linear layers", "shape", "format, or why not")
+    titles = ("count", "linear layers", "shape", "format or reason")
     table = Table(*titles, box=SIMPLE, pad_edge=False)
     table.columns[0].justify = "right"
-    for column in table.columns[1:]:
-        column.overflow = "fold"
+    for index in (0, 2):
+        table.columns[index].no_wrap = True
     for (name, shape, what), count in _collapsed(linears).items():
-        table.add_row(f"{count:,}", name, shape, Text(what))
+        table.add_row(f"{count:,}", DottedName(name), shape, Text(what))
     return table
+
+
+class DottedName:
+    """A name that is broken between its parts alone, where it does not fit in a line."""
+
+    def __init__(self, name: str) -> None:
+        self._parts = [f"{part}." for part in name.split(".")]
+        self._parts[-1] = self._parts[-1][:-1]
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Tell rich the least and the greatest width that make sense."""
+        sizes = [len(part) for part in self._parts]
+        return Measurement(max(sizes), sum(sizes))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Give rich the lines."""
+        line = ""
+        for part in self._parts:
+            if line and len(line) + len(part) > options.max_width:
+                yield Text(line)
+                line = ""
+            line += part
+        yield Text(line)
 
 
 def _collapsed(linears: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str, str], int]:

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer.main
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import modelopt_lite
@@ -271,8 +273,11 @@ def test_a_finished_export_is_reused_and_said_to_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--host-memory", "1MB"], ["error [MOL300]", "host_memory '1MB' is 1,000,000 bytes"]),
-        (["--device-memory", "1MB"], ["error [MOL300]", "device_memory"]),
+        (
+            ["--host-memory", "1MB", *DATA_FREE],
+            ["error [MOL300]", "host_memory '1MB' is 1,000,000 bytes"],
+        ),
+        (["--device-memory", "1MB", *DATA_FREE], ["error [MOL300]", "device_memory"]),
         (["--host-memory", "lots"], ["error [MOL300]", "lots"]),
         (["--calib-data", "no/such.txt"], ["error [MOL400]", "no/such.txt", "does not exist"]),
         (["--calib-data", ROOT], ["error [MOL400]", str(ROOT)]),
@@ -316,12 +321,15 @@ def test_dry_run_gives_the_same_in_python(tmp_path: Path) -> None:
     assert planned["calibration"]["samples"] == 2
     assert (planned["format"], planned["problems"]) == ("fp8", [])
     (tmp_path / "mine").touch()
-    [problem] = modelopt_lite.dry_run(TINY, export_dir=tmp_path, host_memory="2MB")["problems"][:1]
-    assert problem["code"] == "MOL500"
+    planned = modelopt_lite.dry_run(
+        TINY, export_dir=tmp_path, recipe=DATA_FREE[1], host_memory="1MB"
+    )
+    assert [problem["code"] for problem in planned["problems"]] == ["MOL500", "MOL300"]
 
 
 def test_strict_holds_for_a_reused_export(tmp_path: Path) -> None:
-    given = ("-o", tmp_path / "out", "--calib-size", "1", "--calib-seq-len", "4", "--no-progress")
+    save_file({"ids": torch.arange(3, 7)[None]}, tmp_path / "ids.safetensors")
+    given = ("-o", tmp_path / "out", "--calib-data", tmp_path / "ids.safetensors", "--no-progress")
     assert run("quantize", TINY, *given).exit_code == 0
     failed(run("quantize", TINY, *given, "--strict"), 3, "saw no calibration token")
 

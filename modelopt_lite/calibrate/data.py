@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from modelopt_lite.errors import CalibrationError
+from modelopt_lite.words import counted
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
@@ -268,8 +269,8 @@ def text_blocks(tokenizer: Any, text: str, seq_len: int, size: int) -> list[Tens
     width = seq_len - len(start)
     if width < 1:
         raise CalibrationError(
-            f"calib_seq_len {seq_len} leaves no room for text behind the {len(start)} tokens that "
-            "the tokenizer begins with; give more"
+            f"calib_seq_len {seq_len} leaves no room for text behind the "
+            f"{counted(len(start), 'token')} that the tokenizer begins with; give more"
         )
     if len(plain) <= width:
         return [torch.cat([start, plain])] if len(plain) else []

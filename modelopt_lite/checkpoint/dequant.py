@@ -178,14 +178,18 @@ class DequantizedSource:
 Source = Checkpoint | DequantizedSource
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path, config: dict[str, Any] | None = None) -> Source:
     """Open a checkpoint folder; a quantized one is decoded on reading.
+
+    Args:
+        path: The folder.
+        config: What stands for ``config.json``; None to read it.
 
     Raises:
         CheckpointError: As ``Checkpoint``; and codes without scales, or the reverse.
         UnsupportedSourceError: Quantized in a way that is not read here.
     """
-    base = Checkpoint(path)
+    base = Checkpoint(path, config)
     quantization = find_quantization(base)
     if quantization is not None:
         return DequantizedSource(base, quantization)
