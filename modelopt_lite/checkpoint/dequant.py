@@ -35,6 +35,7 @@ from modelopt_lite.checkpoint.reader import Checkpoint, check_out
 from modelopt_lite.errors import CheckpointError, NonFiniteError
 from modelopt_lite.formats import fp8, fp8_block, mxfp4
 from modelopt_lite.formats.linear import FORMATS
+from modelopt_lite.words import counted
 
 _MODEL_DTYPES = {
     "float32": torch.float32,
@@ -94,8 +95,18 @@ class DequantizedSource:
 
     @property
     def notes(self) -> list[str]:
-        """See ``Checkpoint.notes``."""
-        return self.base.notes
+        """See ``Checkpoint.notes``; and that the source is quantized, how, and what that costs."""
+        kinds = (self.quantization.get("quant_method"), self.quantization.get("quant_algo"))
+        how = " ".join(str(kind) for kind in kinds if kind)
+        decoded = counted(len(self.encoded), "tensor")
+        scales = f"; {counted(len(self.dropped), 'scale')} of inputs and KV cache left behind"
+        note = (
+            f"the source is quantized already ({how}): {decoded} decoded to "
+            f"{str(self.dtype).removeprefix('torch.')}, and what the recipe selects rounded a "
+            f"second time{scales if self.dropped else ''}; give the original checkpoint if there "
+            "is one"
+        )
+        return [note, *self.base.notes]
 
     @property
     def bytes_read(self) -> int:
