@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from modelopt_lite.api import export_hf, quantize, quantize_and_export
+    from modelopt_lite.api import dry_run, export_hf, quantize, quantize_and_export
     from modelopt_lite.errors import ModelOptLiteError
     from modelopt_lite.evaluate import perplexity
     from modelopt_lite.recipes import Recipe, load_recipe
@@ -21,6 +21,7 @@ _WHERE = {
     "Recipe": "recipes",
     "Report": "report",
     "audit": "verify.audit",
+    "dry_run": "preview",
     "export_hf": "api",
     "load_recipe": "recipes",
     "perplexity": "evaluate",
@@ -32,6 +33,7 @@ __all__ = [
     "Recipe",
     "Report",
     "audit",
+    "dry_run",
     "export_hf",
     "load_recipe",
     "perplexity",
@@ -43,7 +45,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'modelopt_lite' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"modelopt_lite.{_WHERE[name]}"), name)
+    from modelopt_lite.errors import loading_specs
+
+    with loading_specs():
+        return getattr(importlib.import_module(f"modelopt_lite.{_WHERE[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from modelopt_lite.calibrate.data import CalibData, CalibrationData, load_calibration_data
-from modelopt_lite.checkpoint.shards import ShardLayout
-from modelopt_lite.checkpoint.writer import parse_size
-from modelopt_lite.errors import DegradedError, OutputError, RecipeError
-from modelopt_lite.export.modelopt import QUANT_CONFIG_FILE
+from modelopt_lite.calibrate.data import CalibData
+from modelopt_lite.errors import DegradedError
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.in_memory import export_hf, quantize
-from modelopt_lite.job import Job, prepare
-from modelopt_lite.output import (
-    check_export_dir,
-    check_free_space,
-    default_export_dir,
-    resolve_checkpoint,
-    staged,
-    unfinished_bytes,
-)
+from modelopt_lite.output import staged
+from modelopt_lite.preview import dry_run
 from modelopt_lite.progress import Progress, make_progress
-from modelopt_lite.recipes import Recipe, load_recipe
+from modelopt_lite.recipes import Recipe
 from modelopt_lite.report import REPORT_FILE, Report
-from modelopt_lite.run import Run, run_details
-from modelopt_lite.verify.source import check_sidecars
+from modelopt_lite.request import Options, Request, make_request
+from modelopt_lite.run import Run
+from modelopt_lite.words import counted
 
-__all__ = ["export_hf", "quantize", "quantize_and_export"]
-
-DIALECTS = ("modelopt",)
-_CONFIGS = ("config.json", QUANT_CONFIG_FILE)
+__all__ = ["dry_run", "export_hf", "quantize", "quantize_and_export"]
 
 
 def quantize_and_export(
@@ -92,9 +79,9 @@ def quantize_and_export(
         on_bad_shape: "skip" leaves matrices that the format cannot hold; "error" refuses them.
         strict: Raise `DegradedError`, after the export, where the run had to fall back.
         resume: Go on where an interrupted run with the same inputs ended; where ``export_dir``
-            holds its finished export, return its report at once, after a look at the sizes of its
-            files. False starts anew.
-        overwrite: Replace a folder that is not empty.
+            holds its finished export, return its report at once (its ``reused`` is true), after a
+            look at the sizes of its files. False starts anew.
+        overwrite: Replace a folder that is not empty; a finished export is made again.
         max_shard_size: Largest weight file; only a single tensor may exceed it.
         trust_remote_code: Allow code that the checkpoint brings.
         seed: For model code that draws random numbers.
@@ -107,143 +94,75 @@ def quantize_and_export(
     Raises:
         ModelOptLiteError: What is wrong, the value, and what to do. Nothing is left behind.
     """
-    chosen = load_recipe(recipe, kv_cache=kv_cache)
-    _check_choices(dialect, offload, disk_scratch, seed)
-    folder = resolve_checkpoint(ckpt)
-    target = default_export_dir(ckpt, chosen.name)
-    if export_dir is not None:
-        target = Path(export_dir).expanduser()
-    shard_size = parse_size(max_shard_size)
-    job = prepare(
-        folder,
-        chosen,
+    options = Options(
         model_type=model_type,
+        export_dir=export_dir,
+        recipe=recipe,
+        kv_cache=kv_cache,
+        calib_data=calib_data,
+        calib_size=calib_size,
+        calib_seq_len=calib_seq_len,
+        batch_size=batch_size,
+        dialect=dialect,
         numerics=numerics,
-        on_bad_shape=on_bad_shape,
-        trust_remote_code=trust_remote_code,
+        offload=offload,
         device=device,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        disk_scratch=disk_scratch,
+        moe_calibrate_all_experts=moe_calibrate_all_experts,
+        on_bad_shape=on_bad_shape,
+        strict=strict,
+        resume=resume,
+        overwrite=overwrite,
+        max_shard_size=max_shard_size,
+        trust_remote_code=trust_remote_code,
+        seed=seed,
+        verify=verify,
+        progress=progress,
     )
-    data = None
-    if job.plan.needs_calibration:
-        data = load_calibration_data(
-            calib_data,
-            folder,
-            size=calib_size,
-            seq_len=calib_seq_len,
-            batch_size=batch_size,
-            vocab_size=job.vocab_size,
-            trust_remote_code=trust_remote_code,
-        )
-    options = {
-        "dialect": dialect,
-        "all_experts": moe_calibrate_all_experts,
-        "seed": seed,
-        "max_shard_size": shard_size,
-        "on_bad_shape": on_bad_shape,
-    }
-    details = run_details(job, data, options)
-    layout = job.layout(shard_size)
-    if resume and not overwrite and (done := _finished(target, details)) is not None:
-        _check_whole(target, layout, folder)
-        return done
-    check_export_dir(target, folder, overwrite=overwrite)
-    needed = layout.total_bytes + job.sidecar_bytes()
-    check_free_space(target, needed - (unfinished_bytes(target) if resume else 0))
-    _check_budgets(job, data, device_memory, host_memory)
-    budget = None if offload == "none" else _unit_budget(job, data, host_memory)
-    report = Report(str(target), chosen.name, job.model_type, details=details)
-    with torch.random.fork_rng(devices=[]), make_progress(progress) as tell:
-        torch.manual_seed(seed)
-        with staged(target, overwrite=overwrite, resume=resume) as work:
-            run = Run(job, data, report, verify, tell)
-            run.weights(work, layout, budget, moe_calibrate_all_experts)
-            run.finish(work)
+    request = make_request(ckpt, options)
+    request.load_data()
+    report = request.finished()
+    if report is None:
+        for check in request.checks():
+            check()
+        report = _run(request)
     if strict and report.degraded:
         raise DegradedError(
-            f"the export {target} is complete, but the run had to fall back: "
-            f"{_degradations(report)}; see {target / REPORT_FILE}",
+            f"the export {request.target} is complete, but the run had to fall back: "
+            f"{_degradations(report)}; see {request.target / REPORT_FILE}",
             report,
         )
     return report
 
 
-def _check_choices(dialect: str, offload: str, disk_scratch: str | int | None, seed: int) -> None:
-    if dialect not in DIALECTS:
-        raise RecipeError(f"unknown dialect {dialect!r}; known: {', '.join(DIALECTS)}")
-    if offload not in ("auto", "none"):
-        raise RecipeError(f'offload must be "auto" or "none", got {offload!r}')
-    if disk_scratch is not None:
-        parse_size(disk_scratch)
-    if not 0 <= seed < 1 << 64:
-        raise RecipeError(f"seed is {seed}; give a number from 0 to 2**64 - 1")
-
-
-def _check_budgets(
-    job: Job,
-    data: CalibrationData | None,
-    device_memory: str | int | None,
-    host_memory: str | int | None,
-) -> None:
-    """Refuse a budget below the estimate; on a CPU the device's memory is the host's."""
-    need = job.memory_estimate(data.tokens if data else 0)
-    for name, budget in (("device_memory", device_memory), ("host_memory", host_memory)):
-        if budget is not None and (have := parse_size(budget)) < need:
-            raise RecipeError(
-                f"{name} {budget!r} is {have:,} bytes, and the run needs about {need:,}; give at "
-                "least that, or fewer calibration tokens (calib_size, calib_seq_len)"
+def _run(request: Request) -> Report:
+    job, options, target = request.job, request.options, request.target
+    recipe = job.plan.recipe.name
+    report = Report(str(target), recipe, job.model_type, details=request.details)
+    with torch.random.fork_rng(devices=[]), make_progress(options.progress) as tell:
+        torch.manual_seed(options.seed)
+        with staged(target, overwrite=options.overwrite, resume=options.resume) as work:
+            run = Run(job, request.data, report, options.verify, tell)
+            run.weights(
+                work,
+                request.layout,
+                request.unit_budget(),
+                options.moe_calibrate_all_experts,
             )
-
-
-def _unit_budget(job: Job, data: CalibrationData | None, host_memory: str | int | None) -> int:
-    """Return how many bytes of units may be in memory: two layers, one in use and one read ahead.
-
-    What ``host_memory`` leaves beyond the least that the run needs is for reading further ahead.
-    """
-    one, two = job.unit_bytes()
-    if host_memory is None:
-        return two
-    spare = parse_size(host_memory) - job.memory_estimate(data.tokens if data else 0)
-    return one + spare
-
-
-def _finished(target: Path, details: dict[str, Any]) -> Report | None:
-    """Return the report of an earlier run with exactly these inputs, if its export is there."""
-    path = target / REPORT_FILE
-    if not path.is_file():
-        return None
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        data.pop("bits_per_weight", None)
-        report = Report(**data)
-    except (ValueError, TypeError) as error:
-        raise OutputError(
-            f"{path} is no report of this program ({error}); remove the folder or use "
-            "overwrite=True (--overwrite)"
-        ) from error
-    same = json.loads(json.dumps(details)) == report.details
-    return report if same else None
-
-
-def _check_whole(target: Path, layout: ShardLayout, source: Path) -> None:
-    """Refuse a finished export that was damaged since: sizes of weight files, other files whole."""
-    wrong = [
-        str(path)
-        for path, size in ((target / file.name, file.size) for file in layout.files)
-        if not path.is_file() or path.stat().st_size != size
-    ]
-    wrong += [str(target / n) for n in _CONFIGS if not (target / n).is_file()]
-    wrong += [finding.message for finding in check_sidecars(target, source)]
-    if wrong:
-        raise OutputError(
-            f"the finished export {target} was changed since: {'; '.join(wrong[:5])} "
-            f"({len(wrong)} in all); export again with overwrite=True (--overwrite)"
-        )
+            run.finish(work)
+    return report
 
 
 def _degradations(report: Report) -> str:
     parts = list(report.fallbacks)
     if report.cold_experts:
-        parts.append(f"{len(report.cold_experts)} experts saw no calibration token")
+        parts.append(
+            f"{counted(len(report.cold_experts), 'expert')} saw no calibration token (give more "
+            "data, or moe_calibrate_all_experts=True)"
+        )
     if report.beyond_bound:
-        parts.append(f"{len(report.beyond_bound)} matrices exceed their format's error bound")
+        count = counted(len(report.beyond_bound), "matrix", "matrices")
+        parts.append(f"{count} beyond the format's error bound")
     return "; ".join(parts)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelopt_lite.checkpoint.dequant import model_dtype
 from modelopt_lite.checkpoint.reader import cut_layer_types
 from modelopt_lite.errors import CheckpointError, RemoteCodeError, SpecError
 
@@ -23,11 +24,12 @@ def build_meta_model(source: Path, config_json: dict[str, Any], *, trust_remote_
     Raises:
         RemoteCodeError: The model's code comes with the checkpoint and was not trusted.
         SpecError: The installed transformers does not know the architecture.
-        CheckpointError: transformers rejects the config.
+        CheckpointError: transformers rejects the config, or it states a dtype of no model.
     """
     import transformers
     from accelerate import init_empty_weights
 
+    dtype = model_dtype(config_json)
     config = _load_config(source, config_json, trust_remote_code=trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise SpecError(
@@ -36,8 +38,8 @@ def build_meta_model(source: Path, config_json: dict[str, Any], *, trust_remote_
         )
     with quiet_transformers(), init_empty_weights(include_buffers=False):
         try:
-            model = _instantiate(transformers, config, config_json, trust_remote_code)
-        except (TypeError, ValueError, AttributeError, KeyError, RuntimeError) as error:
+            model = _instantiate(transformers, config, config_json, dtype, trust_remote_code)
+        except Exception as error:  # a constructor may raise anything
             raise CheckpointError(
                 f"transformers {transformers.__version__} cannot build a model from "
                 f"{source / 'config.json'}: {error}"
@@ -124,9 +126,12 @@ def _old_rope(config: dict[str, Any], source: Path) -> dict[str, Any]:
 
 
 def _instantiate(
-    transformers: Any, config: Any, config_json: dict[str, Any], trust_remote_code: bool
+    transformers: Any,
+    config: Any,
+    config_json: dict[str, Any],
+    dtype: torch.dtype,
+    trust_remote_code: bool,
 ) -> Any:
-    dtype = model_dtype(config_json)
     names = config_json.get("architectures") or ()
     remote = trust_remote_code and (config_json.get("auto_map") or {})
     cls = getattr(transformers, names[0], None) if names and not remote else None
@@ -135,21 +140,6 @@ def _instantiate(
     return transformers.AutoModelForCausalLM.from_config(
         config, trust_remote_code=trust_remote_code, dtype=dtype
     )
-
-
-def model_dtype(config_json: dict[str, Any]) -> torch.dtype:
-    """Return the dtype that a config names, at the root or in its text part; bfloat16 if none."""
-    for part in (config_json, config_json.get("text_config") or {}):
-        name = part.get("dtype") or part.get("torch_dtype")
-        if isinstance(name, str):
-            dtype = getattr(torch, name.removeprefix("torch."), None)
-            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-                raise CheckpointError(
-                    f"config.json names the dtype {name!r}, which is no floating-point dtype; "
-                    'use "bfloat16", "float16" or "float32"'
-                )
-            return dtype
-    return torch.bfloat16
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import json
 import os
 import signal
@@ -24,7 +25,12 @@ from rich.text import Text
 
 from modelopt_lite import __version__
 from modelopt_lite.cli_options import RunOptions, with_run_options
-from modelopt_lite.errors import DegradedError, ModelOptLiteError, OutputError, SpecError
+from modelopt_lite.errors import (
+    DegradedError,
+    ModelOptLiteError,
+    SpecError,
+    loading_specs,
+)
 
 DEGRADED = 3
 INTERRUPTED = 130
@@ -36,9 +42,10 @@ class _Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command that ``ctx`` names."""
         try:
-            return super().invoke(ctx)
+            with loading_specs():
+                return super().invoke(ctx)
         except ModelOptLiteError as error:
-            typer.secho(f"error [{error.code}]: {error}", err=True, fg=typer.colors.RED)
+            _show_error(error.code, str(error))
             status = DEGRADED if isinstance(error, DegradedError) else 1
             raise typer.Exit(status) from error
         except KeyboardInterrupt as error:
@@ -68,8 +75,23 @@ def main() -> None:
     app(prog_name="modelopt-lite")
 
 
+_WIDE = 10_000  # columns: what goes to a file or another program is not wrapped
+
+
 def _show(what: Any) -> None:
-    Console().print(what)
+    """Print for a person, to the width of the terminal; elsewhere unwrapped and not padded."""
+    console = Console()
+    if console.is_terminal:
+        console.print(what)
+        return
+    lines = Console(width=_WIDE, file=io.StringIO(), color_system=None)
+    lines.print(what)
+    for line in lines.file.getvalue().splitlines():  # type: ignore[attr-defined]
+        typer.echo(line.rstrip())
+
+
+def _show_error(code: str, message: str) -> None:
+    typer.secho(f"error [{code}]: {message}", err=True, fg=typer.colors.RED)
 
 
 def _print_json(value: Any) -> None:
@@ -123,48 +145,18 @@ def quantize(ckpt: Checkpoint, options: RunOptions) -> None:
 @with_run_options
 def plan(ckpt: Checkpoint, options: RunOptions, *, as_json: AsJson = False) -> None:
     """Show what `quantize` with the same options would do; reads no weight, writes nothing."""
-    from modelopt_lite.checkpoint.writer import parse_size
-    from modelopt_lite.job import prepare
-    from modelopt_lite.output import resolve_checkpoint
-    from modelopt_lite.plan_view import describe_plan, plan_tables
-    from modelopt_lite.recipes import load_recipe
+    from modelopt_lite.plan_view import plan_tables
+    from modelopt_lite.preview import dry_run
 
-    recipe = load_recipe(options.recipe, kv_cache=options.kv_cache)
-    given = options.arguments()
-    shared = ("model_type", "numerics", "on_bad_shape", "trust_remote_code", "device")
-    job = prepare(resolve_checkpoint(ckpt), recipe, **{name: given[name] for name in shared})
-    described = describe_plan(
-        job,
-        max_tokens=options.calib_size * options.calib_seq_len,
-        max_shard_size=parse_size(options.max_shard_size),
-    )
-    problems = _output_problems(ckpt, options, described, job.folder)
-    described["problems"] = problems
+    described = dry_run(ckpt, **options.arguments())
     if as_json:
         _print_json(described)
     else:
         _show(plan_tables(described))
-    if problems:
-        raise OutputError("; ".join(problems))
-
-
-def _output_problems(
-    ckpt: str, options: RunOptions, described: dict[str, Any], source: Path
-) -> list[str]:
-    """Return why the export could not be written; adds where it goes to ``described``."""
-    from modelopt_lite.output import check_export_dir, check_free_space, default_export_dir
-    from modelopt_lite.report import REPORT_FILE
-
-    target = Path(options.export_dir or default_export_dir(ckpt, described["recipe"])).expanduser()
-    described["export_dir"] = str(target)
-    if options.resume and (target / REPORT_FILE).is_file():
-        return []  # the run compares its inputs with those of the export that is there
-    try:
-        check_export_dir(target, source, overwrite=options.overwrite)
-        check_free_space(target, described["bytes_to_write"])
-    except OutputError as error:
-        return [str(error)]
-    return []
+    for problem in described["problems"]:
+        _show_error(problem["code"], problem["message"])
+    if described["problems"]:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -181,7 +173,7 @@ def verify(
     _set_up_torch()
     from modelopt_lite.output import resolve_checkpoint
     from modelopt_lite.report_view import findings_table
-    from modelopt_lite.verify.audit import audit
+    from modelopt_lite.verify.audit import audit, coverage
 
     folder = resolve_checkpoint(export)
     original = resolve_checkpoint(source) if source is not None else None
@@ -189,7 +181,8 @@ def verify(
     if as_json:
         _print_json([dataclasses.asdict(finding) for finding in findings])
     else:
-        _show(findings_table(str(folder), findings))
+        compared_with = None if original is None else str(original)
+        _show(findings_table(str(folder), findings, coverage(folder), compared_with))
     if any(finding.severity == "error" for finding in findings):
         raise typer.Exit(1)
 
@@ -230,16 +223,17 @@ def evaluate(
         trust_remote_code=trust_remote_code,
         progress=progress,
     )
-    values = dataclasses.asdict(result)
+    values = {"checkpoint": ckpt, **dataclasses.asdict(result)}
     if as_json:
         _print_json(values)
     else:
-        shown = {name.replace("_", " "): value for name, value in values.items()}
-        _show(
-            facts_table(
-                {k: f"{v:,.4f}" if isinstance(v, float) else str(v) for k, v in shown.items()}
-            )
-        )
+        _show(facts_table({k.replace("_", " "): _measured(k, v) for k, v in values.items()}))
+
+
+def _measured(name: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.1f}" if name == "seconds" else f"{value:,.4f}"
+    return f"{value:,}" if type(value) is int else _plain(value)
 
 
 @specs_app.command("list")
@@ -262,6 +256,7 @@ def specs_list(*, as_json: AsJson = False) -> None:
 def specs_show(model_type: str, *, as_json: AsJson = False) -> None:
     """Show what is known about one model type."""
     from modelopt_lite.models import get_spec, get_specs
+    from modelopt_lite.report_view import facts_table
 
     spec = get_spec(model_type)
     if spec is None:
@@ -276,12 +271,12 @@ def specs_show(model_type: str, *, as_json: AsJson = False) -> None:
     if as_json:
         _print_json(values)
         return
-    table = Table("section", "field", "value", title=model_type)
+    facts: dict[str, str] = {}
     for name, value in values.items():
-        rows = value.items() if isinstance(value, dict) else [("", value)]
-        for field, content in rows:
-            table.add_row(name, field, Text(_plain(content)))
-    _show(table)
+        facts[name] = "" if isinstance(value, dict) else _plain(value)
+        if isinstance(value, dict):
+            facts |= {f"  {field}": _plain(content) for field, content in value.items()}
+    _show(facts_table(facts))
 
 
 @recipes_app.command("list")
@@ -313,6 +308,17 @@ def recipes_show(name: str, *, as_json: AsJson = False) -> None:
 
 
 def _plain(value: Any) -> str:
+    """A value as text; a sequence of sequences takes a line for each."""
+    if isinstance(value, dict):
+        return "\n".join(f"{key}: {_plain(item)}" for key, item in value.items()) or "-"
     if isinstance(value, tuple | list):
-        return ", ".join(_plain(item) for item in value) or "-"
+        nested = any(isinstance(item, tuple | list) for item in value)
+        return ("\n" if nested else ", ").join(map(_element, value)) or "-"
     return "-" if value is None else str(value)
+
+
+def _element(value: Any) -> str:
+    """The same inside of a sequence; a sequence stands in parentheses."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_element, value))})"
+    return str(value)

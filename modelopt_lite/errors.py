@@ -6,6 +6,9 @@ prints it without a traceback and exits with status 1.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ModelOptLiteError(Exception):
     """Base of all errors of this package. ``code`` is stable across releases."""
@@ -85,6 +88,12 @@ class NonFiniteError(ModelOptLiteError, ValueError):
     code = "MOL410"
 
 
+class ForwardError(ModelOptLiteError):
+    """The model's own code failed in a forward pass; ``__cause__`` is what it raised."""
+
+    code = "MOL420"
+
+
 class OutputError(ModelOptLiteError):
     """The export cannot be written where it was asked for."""
 
@@ -117,3 +126,18 @@ class DegradedError(ModelOptLiteError):
     def __init__(self, message: str, report: object) -> None:
         super().__init__(message)
         self.report = report
+
+
+@contextmanager
+def loading_specs() -> Iterator[None]:
+    """Give the failure to import ``modelopt_lite.models`` as `SpecError`.
+
+    That package knows nothing of ours, so what users write into specs can only surface there as an
+    `ImportError`. Where a user meets it, at the public names and the command, it is translated.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if error.name != "modelopt_lite.models":
+            raise
+        raise SpecError(str(error)) from error

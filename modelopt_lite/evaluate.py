@@ -29,6 +29,7 @@ from modelopt_lite.calibrate.data import (
     load_tokenizer,
     text_blocks,
 )
+from modelopt_lite.calibrate.model_code import model_code
 from modelopt_lite.calibrate.observe import InputWatch
 from modelopt_lite.calibrate.rounding import InputRounding
 from modelopt_lite.calibrate.text import evaluation_text
@@ -269,7 +270,7 @@ def _run(
         tell(f"unit {loaded.unit.name}", len(done), len(units))
 
     def forward(ids_BT: Tensor) -> float:
-        with watch:
+        with watch, model_code(model):
             logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
         return _summed_loss(logits_BTV[:, :-1], ids_BT[:, 1:])
 

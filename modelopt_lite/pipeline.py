@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from modelopt_lite.calibrate.all_experts import calibrate_all_experts
 from modelopt_lite.calibrate.attention import watch_attention
+from modelopt_lite.calibrate.model_code import model_code
 from modelopt_lite.calibrate.observe import InputWatch
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.export.exporter import Exporter
@@ -62,7 +63,7 @@ def run_calibrated(
         units = [unit for unit in plan.units if unit.name not in skipped]
 
         def forward(batch: Tensor) -> None:
-            with streamed.rows, watch:
+            with streamed.rows, watch, model_code(model):
                 model(input_ids=batch, use_cache=False)
 
         walk = _Walk(model, exporter, sink, log, watch, watched, _counted(progress, len(units)))

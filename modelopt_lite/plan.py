@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelopt_lite.calibrate.attention import check_watched
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.names import NameMap, Region, map_names, natural_key
 from modelopt_lite.errors import RecipeError, SpecError
@@ -199,7 +200,7 @@ def make_plan(
     if all(c.skip for c in candidates):
         reasons = sorted({str(c.skip) for c in candidates})
         raise RecipeError(
-            f"the recipe {recipe.name!r} leaves nothing to quantize ({len(candidates)} matrices, "
+            f"the recipe {recipe.name!r} leaves nothing to quantize (matrices: {len(candidates)}, "
             f"left out as: {'; '.join(reasons[:5])}); change its patterns or its format"
         )
     units = find_units(model, ptq.layer_names)
@@ -356,6 +357,7 @@ def _kv_cache(
         group = names.by_target.get(f"{path}.{linear}.weight")
         if group is None or _is_skipped(group.sources[0], ptq):
             continue
+        check_watched(path, module)
         prefix = group.sources[0].removesuffix(f".{linear}.weight")
         found.append(
             KVCacheScale(

@@ -1,111 +1,89 @@
-"""Show a plan before it is run: as JSON for programs, as tables for people."""
+"""Show on a terminal what a run would do."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from modelopt_lite.job import Job
 from modelopt_lite.report_view import bytes_text, facts_table
-
-MAX_SHARD_SIZE = 10**10
-
-
-def describe_plan(
-    job: Job, *, max_tokens: int = 0, max_shard_size: int = MAX_SHARD_SIZE
-) -> dict[str, Any]:
-    """Say what a run of ``job`` would do; no weight is read.
-
-    Args:
-        job: A prepared run.
-        max_tokens: The most calibration tokens it would take, for the estimate of memory.
-        max_shard_size: Largest weight file, in bytes.
-
-    Returns:
-        JSON values. ``linears`` has each linear layer and expert once: with ``format`` and
-        ``shape``, or with ``excluded``, the reason. Sizes are in bytes.
-    """
-    plan, layout = job.plan, job.layout(max_shard_size)
-    linears: dict[str, dict[str, Any]] = {
-        m.name: {"format": m.format, "shape": list(m.shape), "input_group": m.input_group}
-        for m in plan.matrices
-    }
-    linears |= {name: {"excluded": reason} for name, reason in plan.excluded.items()}
-    needs_data = plan.needs_calibration
-    return {
-        "checkpoint": str(job.folder),
-        "model_type": job.model_type,
-        "has_spec": plan.spec is not None,
-        "recipe": plan.recipe.name,
-        "format": plan.format.name,
-        "numerics": plan.numerics,
-        "kv_cache": plan.recipe.kv_cache,
-        "kv_cache_layers": len(plan.kv_cache),
-        "needs_calibration": needs_data,
-        "linears": dict(sorted(linears.items(), key=lambda item: _natural(item[0]))),
-        "source_tensors": len(job.source.tensors),
-        "outputs": len(plan.outputs),
-        "bytes_to_read": job.source.total_bytes,
-        "bytes_to_write": layout.total_bytes + job.sidecar_bytes(),
-        "files_to_write": [file.name for file in layout.files],
-        "memory_estimate": job.memory_estimate(max_tokens if needs_data else 0),
-        "device": str(job.device),
-        "units": _units(job),
-        "notes": [*plan.fallbacks, *plan.notes],
-    }
-
-
-def _units(job: Job) -> list[dict[str, Any]]:
-    sizes = {
-        name: tensor.numel() * tensor.element_size()
-        for name, tensor in job.model.state_dict(keep_vars=True).items()
-    }
-    return [
-        {"name": unit.name, "is_layer": unit.is_layer, "bytes": sum(sizes[e] for e in unit.entries)}
-        for unit in job.plan.units
-    ]
+from modelopt_lite.words import counted
 
 
 def plan_tables(plan: Mapping[str, Any]) -> RenderableType:
-    """Return tables of what `describe_plan` gave; names that differ in numbers share a row."""
+    """Return tables of what `dry_run` gave; names that differ in numbers share a row."""
     layers = [unit for unit in plan["units"] if unit["is_layer"]]
     largest = max((unit["bytes"] for unit in plan["units"]), default=0)
     count = sum("format" in linear for linear in plan["linears"].values())
     facts = {
         "checkpoint": f"{plan['checkpoint']} ({plan['model_type']})",
+        "export": plan["export_dir"],
         "recipe": f"{plan['recipe']}, {plan['numerics']} numerics",
-        "KV cache": f"{plan['kv_cache']}, {plan['kv_cache_layers']} layers"
+        "KV cache": f"{plan['kv_cache']}, {counted(plan['kv_cache_layers'], 'layer')}"
         if plan["kv_cache"]
         else "left as it is",
-        "calibration": "needs data" if plan["needs_calibration"] else "needs no data",
+        "calibration": _calibration(plan),
         "quantized": f"{count:,} of {len(plan['linears']):,} linear layers and experts",
         "tensors": f"{plan['source_tensors']:,} read, {plan['outputs']:,} written",
         "read": bytes_text(plan["bytes_to_read"]),
-        "write": f"{bytes_text(plan['bytes_to_write'])} in {len(plan['files_to_write'])} files",
+        "write": f"{bytes_text(plan['bytes_to_write'])} in "
+        f"{counted(len(plan['files_to_write']), 'file')}",
         "memory": f"about {bytes_text(plan['memory_estimate'])} beyond the process, "
         f"on {plan['device']}",
-        "streamed as": f"{len(plan['units'])} units, {len(layers)} of them decoder layers, the "
-        f"largest {bytes_text(largest)}",
+        "streamed as": f"{counted(len(plan['units']), 'unit')}, "
+        f"{counted(len(layers), 'decoder layer')} among them, the largest {bytes_text(largest)}",
     }
     notes = [Text(f"note: {note}") for note in plan["notes"]]
     return Group(facts_table(facts), _linears_table(plan["linears"]), *notes)
 
 
+def _calibration(plan: Mapping[str, Any]) -> str:
+    if not plan["needs_calibration"]:
+        return "needs no data"
+    if (data := plan["calibration"]) is None:
+        return "needs data"
+    samples, tokens = counted(data["samples"], "sequence"), counted(data["tokens"], "token")
+    return f"{samples}, {tokens} of {data['origin']}"
+
+
 def _linears_table(linears: Mapping[str, Mapping[str, Any]]) -> Table:
-    titles = ("count", "linear layers", "shape", "format, or why not")
+    titles = ("count", "linear layers", "shape", "format or reason")
     table = Table(*titles, box=SIMPLE, pad_edge=False)
     table.columns[0].justify = "right"
-    for column in table.columns[1:]:
-        column.overflow = "fold"
+    for index in (0, 2):
+        table.columns[index].no_wrap = True
     for (name, shape, what), count in _collapsed(linears).items():
-        table.add_row(f"{count:,}", name, shape, Text(what))
+        table.add_row(f"{count:,}", DottedName(name), shape, Text(what))
     return table
+
+
+class DottedName:
+    """A name that is broken between its parts alone, where it does not fit in a line."""
+
+    def __init__(self, name: str) -> None:
+        self._parts = [f"{part}." for part in name.split(".")]
+        self._parts[-1] = self._parts[-1][:-1]
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Tell rich the least and the greatest width that make sense."""
+        sizes = [len(part) for part in self._parts]
+        return Measurement(max(sizes), sum(sizes))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Give rich the lines."""
+        line = ""
+        for part in self._parts:
+            if line and len(line) + len(part) > options.max_width:
+                yield Text(line)
+                line = ""
+            line += part
+        yield Text(line)
 
 
 def _collapsed(linears: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str, str], int]:
@@ -121,7 +99,3 @@ def _collapsed(linears: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str,
 
 def _without_numbers(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    return [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in name.split(".")]

@@ -39,6 +39,8 @@ class Report:
         seconds: Phase -> wall seconds.
         peak_memory_bytes: High-water mark of the process's resident memory.
         details: Fingerprints and versions that the bytes depend on.
+        reused: This is the report of an earlier run with the same inputs, whose finished export
+            was found; nothing was done. Never true in a file.
     """
 
     export_dir: str
@@ -60,6 +62,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: int = 0
     details: dict[str, Any] = field(default_factory=dict)
+    reused: bool = False
 
     @property
     def bits_per_weight(self) -> float:

@@ -25,6 +25,7 @@ from modelopt_lite.progress import Progress
 from modelopt_lite.report import Report, peak_memory_bytes
 from modelopt_lite.resume import UnitLog
 from modelopt_lite.verify.audit import audit_or_raise
+from modelopt_lite.words import counted
 
 
 @dataclass(slots=True)
@@ -109,8 +110,8 @@ def fill_report(report: Report, job: Job, exporter: Exporter, evidence: Evidence
     report.tokens_per_expert, report.cold_experts = expert_usage(plan, evidence)
     if skipped := [n for n, why in plan.excluded.items() if why.startswith(("shape", "engines"))]:
         report.fallbacks.append(
-            f"{len(skipped)} matrices were left unquantized for their shape, or that of a sibling "
-            "which engines fuse with them"
+            f"{counted(len(skipped), 'matrix', 'matrices')} left unquantized for the shape, or "
+            "that of a sibling which engines fuse with it"
         )
     report.source_bytes = sum(info.nbytes for info in job.source.tensors.values())
     report.parameters = sum(info.numel for info in job.source.tensors.values())

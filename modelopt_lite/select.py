@@ -22,6 +22,7 @@ from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec, pt
 from modelopt_lite.offload.patterns import match_part, selects
 from modelopt_lite.offload.units import output_head, text_model
 from modelopt_lite.recipes import Recipe
+from modelopt_lite.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +289,8 @@ def apply_recipe(
         reasons = sorted({str(c.skip) for c in chosen}) or ["the model has no linear layers"]
         raise RecipeError(
             f"the recipe {recipe.name!r} quantizes nothing of this model "
-            f"({len(chosen)} matrices, left out as: {'; '.join(reasons[:5])}); change its patterns"
+            f"({counted(len(chosen), 'matrix', 'matrices')}, left out as: "
+            f"{'; '.join(reasons[:5])}); change its patterns"
         )
     return chosen
 
@@ -313,7 +315,8 @@ def check_shapes(
     if problems and on_bad_shape == "error":
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise ShapeError(
-            f"{fmt.name} cannot hold {len(problems)} matrices: {'; '.join(problems[:5])}{more}; "
+            f"{fmt.name} cannot hold {counted(len(problems), 'matrix', 'matrices')}: "
+            f"{'; '.join(problems[:5])}{more}; "
             'use on_bad_shape="skip" (--on-bad-shape skip) to leave them unquantized, exclude them '
             "in the recipe, or choose another format"
         )

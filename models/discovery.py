@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import os
-from collections.abc import MutableSequence
+import traceback
+from collections.abc import Callable, MutableSequence
 from pathlib import Path
 
 from modelopt_lite.models.registry import get_spec
@@ -23,20 +25,33 @@ def import_all(package: str, search_path: MutableSequence[str]) -> None:
             found there can import its own modules like one of ours.
 
     Raises:
-        ValueError: Two places describe one model type (both files are named), a place registers
-            no spec of its own name, or a user's folder holds no model package.
+        ImportError: Its ``name`` is ``package``, its message one line. Two places describe one
+            model type (both are named), a place raises (the file, the line and the error are
+            given) or registers no spec of its own name, or a user's folder does not exist or holds
+            no model package.
     """
-    found: dict[str, Path] = {}
-    _import_folder(package, Path(search_path[0]), found)
-    _import_entry_points()
-    for entry in filter(None, os.environ.get(PATH_VARIABLE, "").split(os.pathsep)):
-        folder = Path(entry).expanduser().resolve()
-        search_path.append(str(folder))
-        if not _import_folder(package, folder, found):
-            raise ValueError(
-                f"{PATH_VARIABLE} names {entry!r}, which holds no <model_type>/specs.py; "
-                "name the folder above the model's own"
-            )
+    try:
+        found: dict[str, Path] = {}
+        _import_folder(package, Path(search_path[0]), found)
+        _import_entry_points()
+        for entry in filter(None, os.environ.get(PATH_VARIABLE, "").split(os.pathsep)):
+            folder = Path(entry).expanduser().resolve()
+            if not folder.is_dir():
+                raise _PlaceError(
+                    f"{PATH_VARIABLE} names {entry!r}, which is no folder; correct it"
+                )
+            search_path.append(str(folder))
+            if not _import_folder(package, folder, found):
+                raise _PlaceError(
+                    f"{PATH_VARIABLE} names {entry!r}, which holds no <model_type>/specs.py; "
+                    "name the folder above the model's own"
+                )
+    except _PlaceError as error:
+        raise ImportError(str(error), name=package) from error.__cause__
+
+
+class _PlaceError(Exception):
+    """A place of model specs is unusable."""
 
 
 def _import_folder(package: str, folder: Path, found: dict[str, Path]) -> int:
@@ -45,32 +60,43 @@ def _import_folder(package: str, folder: Path, found: dict[str, Path]) -> int:
     for file in files:
         model_type = file.parent.name
         if model_type in found:
-            raise ValueError(
+            raise _PlaceError(
                 f"model_type {model_type!r} has two packages: {found[model_type]} and {file}; "
                 "remove one of them"
             )
         found[model_type] = file
-        importlib.import_module(f"{package}.{model_type}.specs")
-        _demand(model_type, str(file))
+        module = f"{package}.{model_type}.specs"
+        _load(model_type, str(file), functools.partial(importlib.import_module, module))
     return len(files)
 
 
 def _import_entry_points() -> None:
     entries = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     for entry in sorted(entries, key=lambda entry: entry.name):
-        place = f"entry point {entry.name!r} = {entry.value!r}"
-        try:
-            entry.load()
-        except Exception as error:
-            error.add_note(f"while loading {place} of group {ENTRY_POINT_GROUP!r}")
-            raise
-        _demand(entry.name, place)
+        place = f"entry point {entry.name!r} = {entry.value!r} of group {ENTRY_POINT_GROUP!r}"
+        _load(entry.name, place, entry.load)
 
 
-def _demand(model_type: str, place: str) -> None:
-    """Raise unless ``place``, just imported, registered the type it is named after."""
+def _load(model_type: str, place: str, load: Callable[[], object]) -> None:
+    """Import ``place``, which must register the type that it is named after."""
+    try:
+        load()
+    except Exception as error:  # a spec is code: it may raise anything
+        raise _PlaceError(
+            f"{place} cannot be loaded: {_told(error, place)}; correct it, or remove it (folders "
+            f"are named by {PATH_VARIABLE})"
+        ) from error
     if get_spec(model_type) is None:
-        raise ValueError(
+        raise _PlaceError(
             f"{place} registers no spec for {model_type!r}; call "
             f"register(ModelSpec(model_type={model_type!r}, ...)) there, or rename it"
         )
+
+
+def _told(error: Exception, file: str) -> str:
+    """Return an error's class and message in one line, with the last line of ``file`` it passed."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines.append(error.lineno)
+    message = " ".join(str(error).split())
+    return f"{f'line {lines[-1]}: ' if lines else ''}{type(error).__name__}: {message}"

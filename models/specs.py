@@ -36,10 +36,46 @@ def is_tuple_hint(hint: Any) -> bool:
     return hint is tuple or typing.get_origin(hint) is tuple
 
 
-@functools.cache
-def _tuple_fields(section: Any) -> tuple[str, ...]:
-    hints = typing.get_type_hints(section)
-    return tuple(name for name, hint in hints.items() if is_tuple_hint(hint))
+def fits(value: object, hint: Any) -> bool:
+    """Return whether a value is of a resolved annotation, elements of tuples and dicts included."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, part) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if origin is tuple and parts[-1] is ...:
+        return isinstance(value, tuple) and all(fits(item, parts[0]) for item in value)
+    if origin is tuple:
+        return (
+            isinstance(value, tuple) and len(value) == len(parts) and all(map(fits, value, parts))
+        )
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            fits(key, parts[0]) and fits(item, parts[1]) for key, item in value.items()
+        )
+    if origin is Callable:
+        return callable(value)
+    return hint is Any or isinstance(value, type(None) if hint is None else hint)
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _check_fields(record: object) -> None:
+    """Raise `TypeError` that names the first field of a record whose value is of another type."""
+    cls: Any = type(record)  # mypy takes a class with __hash__ for something unhashable
+    for name, hint in _hints(cls).items():
+        value = getattr(record, name)
+        if fits(value, hint):
+            continue
+        if is_tuple_hint(hint) and not isinstance(value, tuple):
+            # ("Name") is a string: without this check it would be read letter by letter.
+            raise TypeError(
+                f"{cls.__name__}.{name} must be a tuple, got {value!r}; "
+                "a tuple of one element ends with a comma: ('name',)"
+            )
+        wanted = hint.__name__ if isinstance(hint, type) else hint
+        raise TypeError(f"{cls.__name__}.{name} must be {wanted}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,19 +86,12 @@ class SpecSection:
     ``ModelSpec`` and need no list of section names.
 
     Raises:
-        TypeError: A field that holds a sequence got something other than a tuple.
+        TypeError: A field got a value that is not of its type; also where a sequence got
+            something other than a tuple.
     """
 
     def __post_init__(self) -> None:
-        section: Any = type(self)  # mypy takes a class with __hash__ for something unhashable
-        for name in _tuple_fields(section):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, tuple):
-                # ("Name") is a string: without this check it would be read letter by letter.
-                raise TypeError(
-                    f"{type(self).__name__}.{name} must be a tuple, got {value!r}; "
-                    "a tuple of one element ends with a comma: ('name',)"
-                )
+        _check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,6 +313,7 @@ class ModelSpec:
 
     Raises:
         ValueError: An empty ``model_type``.
+        TypeError: A field got a value that is not of its type.
     """
 
     model_type: str
@@ -296,6 +326,7 @@ class ModelSpec:
     expert_storage_spec: ExpertStorageSpec | None = None
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if not self.model_type:
             raise ValueError(
                 f"model_type is {self.model_type!r}; give the model_type of the model's config.json"

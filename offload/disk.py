@@ -183,8 +183,7 @@ def open_from_disk(
         model: A class of transformers, built from the folder's config; any function without
             arguments that returns a module; or a module on the meta device, which is filled in
             place (its buffers must be real).
-        folder: With ``config.json`` (for other models than transformers', ``{}`` will do) and
-            safetensors files.
+        folder: With safetensors files and, for a class of transformers, ``config.json``.
         dtype: Of a transformers model. None: what its config says.
 
     Returns:
@@ -194,7 +193,9 @@ def open_from_disk(
     Raises:
         CheckpointError: Files are missing or damaged, or hold another model's weights.
     """
-    source = open_source(Path(folder))
+    named = hasattr(model, "_from_config") or hasattr(model, "from_config")
+    without = not named and not (Path(folder) / "config.json").exists()
+    source = open_source(Path(folder), {} if without else None)
     built: Any = model if isinstance(model, nn.Module) else _build(model, source, dtype)
     with _declared_ties(built):
         names = map_names(built, {name: info.shape for name, info in source.tensors.items()})
@@ -309,6 +310,8 @@ def _transformers_config(model: Any, source: Source) -> Any:
     from transformers import AutoConfig
 
     fields = dict(source.config)
+    if fields.get("model_type") is None:
+        raise CheckpointError(f"{source.path / 'config.json'} has no model_type; give the class")
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 

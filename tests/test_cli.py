@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer.main
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import modelopt_lite
@@ -241,6 +243,95 @@ def test_plan_says_whether_the_export_could_be_written(tmp_path: Path) -> None:
     failed(result, 1, "error [MOL500]", "not empty", "--overwrite")
     assert "model.layers.*.mlp.experts.*" in result.stdout
     assert run("plan", TINY, "--export-dir", tmp_path, "--overwrite", *DATA_FREE).exit_code == 0
+
+
+def test_a_finished_export_is_reused_and_said_to_be(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    given = ("-o", target, *DATA_FREE)
+    assert "reused" not in run("quantize", TINY, *given).stdout
+    weights = target / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    planned = json.loads(run("plan", TINY, *given, "--json").stdout)
+    assert planned["reuses_export"] is True
+    assert "--overwrite" in planned["notes"][-1]
+    result = run("quantize", TINY, *given)
+    assert result.exit_code == 0
+    assert "reused" in result.stdout
+    assert "--overwrite" in result.stdout
+    assert weights.stat().st_mtime_ns == before
+
+    again = ("plan", TINY, *given, "--json", "--overwrite")
+    assert json.loads(run(*again).stdout)["reuses_export"] is False
+    assert "reused" not in run("quantize", TINY, *given, "--overwrite").stdout
+    assert weights.stat().st_mtime_ns > before
+    assert json.loads((target / REPORT_FILE).read_text(encoding="utf-8"))["reused"] is False
+    result = run("plan", TINY, *given, "--seed", "1")
+    failed(result, 1, "error [MOL500]", "not empty", "differs in options")
+    failed(run("plan", TINY, *given, "--no-resume"), 1, "error [MOL500]", "not empty")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            ["--host-memory", "1MB", *DATA_FREE],
+            ["error [MOL300]", "host_memory '1MB' is 1,000,000 bytes"],
+        ),
+        (["--device-memory", "1MB", *DATA_FREE], ["error [MOL300]", "device_memory"]),
+        (["--host-memory", "lots"], ["error [MOL300]", "lots"]),
+        (["--calib-data", "no/such.txt"], ["error [MOL400]", "no/such.txt", "does not exist"]),
+        (["--calib-data", ROOT], ["error [MOL400]", str(ROOT)]),
+        (["--calib-data", "{tmp}/empty.txt"], ["error [MOL400]", "no tokens"]),
+        (["--calib-data", "{tmp}/locked.jsonl"], ["error [MOL400]", "cannot be read"]),
+        (["--dialect", "onnx"], ["error [MOL300]", "'onnx'"]),
+        (["--seed", "-1"], ["error [MOL300]", "seed"]),
+    ],
+)
+def test_plan_foretells_what_the_run_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[Any], words: list[str]
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "locked.jsonl").touch()
+    open_path = Path.open
+
+    def locked(path: Path, *args: Any, **kwargs: Any) -> Any:  # root may read any file
+        if path.name == "locked.jsonl":
+            raise PermissionError(13, "Permission denied")
+        return open_path(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", locked)
+    options = [str(word).replace("{tmp}", str(tmp_path)) for word in given]
+    for command in ("plan", "quantize"):
+        failed(run(command, TINY, "-o", tmp_path / "out", *options), 1, *words)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "empty.txt", tmp_path / "locked.jsonl"]
+
+
+def test_plan_shows_where_the_export_goes_and_what_it_calibrates_with(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some words " * 500, encoding="utf-8")
+    given = ("--calib-data", text, "--calib-size", "3", "--calib-seq-len", "16")
+    result = run("plan", TINY, "-o", tmp_path / "out", *given)
+    assert result.exit_code == 0, result.output
+    assert str(tmp_path / "out") in result.stdout.replace("\n", "")
+    assert "3 sequences, 48 tokens of" in result.stdout
+
+
+def test_dry_run_gives_the_same_in_python(tmp_path: Path) -> None:
+    planned = modelopt_lite.dry_run(TINY, export_dir=tmp_path, recipe="fp8", calib_size=2)
+    assert planned["calibration"]["samples"] == 2
+    assert (planned["format"], planned["problems"]) == ("fp8", [])
+    (tmp_path / "mine").touch()
+    planned = modelopt_lite.dry_run(
+        TINY, export_dir=tmp_path, recipe=DATA_FREE[1], host_memory="1MB"
+    )
+    assert [problem["code"] for problem in planned["problems"]] == ["MOL500", "MOL300"]
+
+
+def test_strict_holds_for_a_reused_export(tmp_path: Path) -> None:
+    save_file({"ids": torch.arange(3, 7)[None]}, tmp_path / "ids.safetensors")
+    given = ("-o", tmp_path / "out", "--calib-data", tmp_path / "ids.safetensors", "--no-progress")
+    assert run("quantize", TINY, *given).exit_code == 0
+    failed(run("quantize", TINY, *given, "--strict"), 3, "saw no calibration token")
 
 
 def test_quantize_verify_and_eval(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modelopt_lite import api, export_hf, quantize, quantize_and_export
+from modelopt_lite import export_hf, quantize, quantize_and_export
 from modelopt_lite.job import Job, split_layers
 from modelopt_lite.offload import Unit
 from modelopt_lite.report import REPORT_FILE
+from modelopt_lite.request import Request
 
 MakeCheckpoint = Callable[..., Path]
 KINDS = ("llama", "llama_tied", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text")
@@ -139,7 +140,7 @@ def test_any_budget(
     """A budget of no byte, one unit, two and five of them."""
     source = checkpoint(kind)
     whole = run(source, tmp_path / "a", token_batches, kv_cache=None, offload="none")
-    monkeypatch.setattr(api, "_unit_budget", lambda job, *_: units * job.unit_bytes()[0])
+    monkeypatch.setattr(Request, "unit_budget", lambda self: units * self.job.unit_bytes()[0])
     assert run(source, tmp_path / "b", token_batches, kv_cache=None) == whole
 
 

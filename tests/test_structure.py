@@ -22,7 +22,8 @@ LAYERS = (
     ("cli_options", "plan_view"),
     ("report_view",),
     ("api",),
-    ("in_memory",),
+    ("in_memory", "preview"),
+    ("request",),
     ("run", "evaluate"),
     ("pipeline",),
     ("resume",),
@@ -38,7 +39,7 @@ LAYERS = (
     ("formats",),
     ("models",),
     ("progress", "report"),
-    ("errors",),
+    ("errors", "words"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 PARTS = {name for names in LAYERS for name in names}

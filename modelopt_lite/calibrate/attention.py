@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_lite.errors import RecipeError
+
 _EAGER = "eager_attention_forward"
+_TABLE = "ALL_ATTENTION_FUNCTIONS"
 
 
 @dataclass(slots=True)
@@ -27,6 +30,27 @@ class CacheStats:
             low, high = torch.aminmax(tensor.detach())
             amax = torch.maximum(-low, high)
             stats[module] = torch.maximum(stats[module], amax) if module in stats else amax
+
+
+def check_watched(path: str, module: nn.Module) -> None:
+    """Refuse an attention layer whose class computes attention where `watch_attention` is blind.
+
+    Older classes have code of their own (Falcon, BLOOM, GPT-J), and linear attention has no keys
+    and values to keep.
+
+    Raises:
+        RecipeError: No method of the class mentions transformers' attention functions.
+    """
+    for cls in type(module).__mro__:
+        for member in vars(cls).values() if cls is not nn.Module else ():
+            code = getattr(inspect.unwrap(member) if callable(member) else None, "__code__", None)
+            if code is not None and {_EAGER, _TABLE} & {*code.co_names}:
+                return
+    raise RecipeError(
+        f"the recipe asks for KV cache scales, but the keys and values of {path!r} "
+        f"({type(module).__name__}) cannot be seen: its code does not call transformers' "
+        "attention functions; leave kv_cache out"
+    )
 
 
 @contextmanager

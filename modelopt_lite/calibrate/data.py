@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from modelopt_lite.errors import CalibrationError
+from modelopt_lite.words import counted
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
@@ -101,7 +102,13 @@ def _sequences(
         tokenizer = load_tokenizer(source, trust)
         return "pydoc_data.topics", text_blocks(tokenizer, calibration_text(), seq_len, size)
     if isinstance(data, str | Path):
-        return str(data), _from_file(Path(data).expanduser(), source, size, seq_len, trust)
+        path = Path(data).expanduser().resolve()  # one spelling: a resumed run compares it
+        try:
+            return str(path), _from_file(path, source, size, seq_len, trust)
+        except OSError as error:
+            raise CalibrationError(
+                f"the calibration file {path} cannot be read: {error.strerror or error}"
+            ) from error
     if not isinstance(data, Iterable) or isinstance(data, Mapping):
         raise CalibrationError(
             f"calib_data is {type(data)}; give a path, texts, or batches of token ids [B, T]"
@@ -125,7 +132,8 @@ def _as_batch(item: Any, index: int) -> Tensor:
 
 def _from_file(path: Path, source: Path, size: int, seq_len: int, trust: bool) -> list[Tensor]:
     if not path.is_file():
-        raise CalibrationError(f"the calibration file {path} does not exist; check the path")
+        what = "is no file" if path.exists() else "does not exist"
+        raise CalibrationError(f"the calibration file {path} {what}; check the path")
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -261,8 +269,8 @@ def text_blocks(tokenizer: Any, text: str, seq_len: int, size: int) -> list[Tens
     width = seq_len - len(start)
     if width < 1:
         raise CalibrationError(
-            f"calib_seq_len {seq_len} leaves no room for text behind the {len(start)} tokens that "
-            "the tokenizer begins with; give more"
+            f"calib_seq_len {seq_len} leaves no room for text behind the "
+            f"{counted(len(start), 'token')} that the tokenizer begins with; give more"
         )
     if len(plain) <= width:
         return [torch.cat([start, plain])] if len(plain) else []

@@ -10,7 +10,6 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.checkpoint.writer import StreamingWriter
 
 _LIMIT = 64 << 20
@@ -66,11 +65,6 @@ class WriteBehind:
         """Take a tensor; it must not change until it is written. See `StreamingWriter.write`."""
         slot = self._writer.claim(name, tensor.dtype, tuple(tensor.shape), again=again)
         self._put(lambda: self._writer.fill(slot, tensor), tensor.nbytes)
-
-    def copy(self, name: str, source: TensorInfo) -> None:
-        """Copy a tensor's bytes as they are in a source file. See `StreamingWriter.copy`."""
-        slot = self._writer.claim(name, source.dtype, source.shape)
-        self._put(lambda: self._writer.copy_into(slot, source), 0)
 
     def then(self, task: Task) -> Ticket:
         """Have a task done after everything that was handed over before it."""

@@ -35,11 +35,13 @@ from modelopt_lite.checkpoint.reader import Checkpoint, check_out
 from modelopt_lite.errors import CheckpointError, NonFiniteError
 from modelopt_lite.formats import fp8, fp8_block, mxfp4
 from modelopt_lite.formats.linear import FORMATS
+from modelopt_lite.words import counted
 
 _MODEL_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
 }
 _KV_SCALE = re.compile(r"(^|[._])((q|k|v|kv|prob)_scale|[kv]_proj\.output_scale)$")
 _INPUT_SCALE = re.compile(r"[._](input_scale|activation_scale)$")
@@ -61,7 +63,8 @@ class DequantizedSource:
 
     Raises:
         UnsupportedSourceError: The source is quantized in a way that is not read here.
-        CheckpointError: A code tensor lacks its scale, or their shapes disagree.
+        CheckpointError: A code tensor lacks its scale, their shapes disagree, or the config states
+            a dtype that no model runs in.
     """
 
     def __init__(self, base: Checkpoint, quantization: Mapping[str, Any]) -> None:
@@ -92,8 +95,18 @@ class DequantizedSource:
 
     @property
     def notes(self) -> list[str]:
-        """See ``Checkpoint.notes``."""
-        return self.base.notes
+        """See ``Checkpoint.notes``; and that the source is quantized, how, and what that costs."""
+        kinds = (self.quantization.get("quant_method"), self.quantization.get("quant_algo"))
+        how = " ".join(str(kind) for kind in kinds if kind)
+        decoded = counted(len(self.encoded), "tensor")
+        scales = f"; {counted(len(self.dropped), 'scale')} of inputs and KV cache left behind"
+        note = (
+            f"the source is quantized already ({how}): {decoded} decoded to "
+            f"{str(self.dtype).removeprefix('torch.')}, and what the recipe selects rounded a "
+            f"second time{scales if self.dropped else ''}; give the original checkpoint if there "
+            "is one"
+        )
+        return [note, *self.base.notes]
 
     @property
     def bytes_read(self) -> int:
@@ -176,14 +189,18 @@ class DequantizedSource:
 Source = Checkpoint | DequantizedSource
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path, config: dict[str, Any] | None = None) -> Source:
     """Open a checkpoint folder; a quantized one is decoded on reading.
+
+    Args:
+        path: The folder.
+        config: What stands for ``config.json``; None to read it.
 
     Raises:
         CheckpointError: As ``Checkpoint``; and codes without scales, or the reverse.
         UnsupportedSourceError: Quantized in a way that is not read here.
     """
-    base = Checkpoint(path)
+    base = Checkpoint(path, config)
     quantization = find_quantization(base)
     if quantization is not None:
         return DequantizedSource(base, quantization)
@@ -193,13 +210,25 @@ def open_source(path: Path) -> Source:
 
 
 def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype that a config states, at the top or in ``text_config``; else bfloat16."""
+    """Return the dtype that a config states, at the top or in ``text_config``; else bfloat16.
+
+    Raises:
+        CheckpointError: It states one that no model runs in: an integer or an 8-bit float, a word
+            that names none, or no text at all.
+    """
     text = config.get("text_config")
     for section in (config, text if isinstance(text, dict) else {}):
         for key in ("dtype", "torch_dtype"):
-            name = str(section.get(key)).removeprefix("torch.")
-            if name in _MODEL_DTYPES:
-                return _MODEL_DTYPES[name]
+            stated = section.get(key)
+            if stated in (None, "auto"):
+                continue
+            dtype = _MODEL_DTYPES.get(str(stated).removeprefix("torch."))
+            if dtype is None:
+                raise CheckpointError(
+                    f"config.json states {key} {stated!r}; write one that a model runs in: "
+                    f"{', '.join(_MODEL_DTYPES)}"
+                )
+            return dtype
     return torch.bfloat16
 
 

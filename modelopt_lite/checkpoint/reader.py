@@ -67,7 +67,7 @@ class Checkpoint:
 
     Attributes:
         path: The folder.
-        config: The contents of ``config.json``.
+        config: The contents of ``config.json``, or what was given to stand for it.
         tensors: Every tensor by its name on disk: files in name order, and within a file in the
             order of the bytes, so that reading them in turn reads the disk forward.
         notes: Oddities that were resolved without doubt: tensors of a named shard that the
@@ -82,11 +82,11 @@ class Checkpoint:
         CheckpointError: A missing or damaged config, index, shard or header.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, config: dict[str, Any] | None = None) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such folder; give a checkpoint folder")
-        self.config: dict[str, Any] = read_json(self.path / "config.json")
+        self.config = read_json(self.path / "config.json") if config is None else config
         self.notes: list[str] = []
         self.bytes_read = 0
         self.reads: Counter[str] = Counter()

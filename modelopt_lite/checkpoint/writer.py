@@ -23,20 +23,13 @@ from torch import Tensor
 from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.checkpoint.reader import INDEX_FILE, byte_view
 from modelopt_lite.checkpoint.shards import ShardFile, ShardLayout
-from modelopt_lite.errors import CheckpointError, InternalError, OutputError, RecipeError
+from modelopt_lite.errors import InternalError, OutputError, RecipeError
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[f"{_letter}B"] = 1000**_power
     _UNITS[f"{_letter}IB"] = 1024**_power
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
-_CHUNK = 8 << 20
-# copy_file_range refuses some pairs of files (other file system, old kernel, odd mount) that a
-# plain copy takes; after EIO the plain copy tells which of the two files is at fault.
-_NO_RANGE_COPY = {
-    errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF,
-    errno.ETXTBSY, errno.EIO,
-}  # fmt: skip
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
 
 
@@ -169,31 +162,6 @@ class StreamingWriter:
                 raise self._output_error(error) from error
         slot.done = True
 
-    def copy(self, name: str, source: TensorInfo) -> None:
-        """Copy a tensor's bytes as they are in a source file, inside the kernel where it can.
-
-        Raises:
-            InternalError: As ``write``; also where ``source`` is decoded on reading, so that its
-                bytes on disk are not the tensor.
-            CheckpointError: The source cannot be read.
-            OutputError: The write failed.
-        """
-        self.copy_into(self.claim(name, source.dtype, source.shape), source)
-
-    def copy_into(self, slot: Slot, source: TensorInfo) -> None:
-        """Copy a tensor's bytes into the slot that `claim` gave for it; see `copy`."""
-        if source.end - source.start != source.nbytes:
-            raise InternalError(f"tensor {source.name!r} is not stored as it is presented")
-        try:
-            source_fd = os.open(source.file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(f"{source.file}: cannot be read ({error.strerror})") from error
-        try:
-            self._copy_bytes(source_fd, source, slot.info)
-        finally:
-            os.close(source_fd)
-        slot.done = True
-
     def is_claimed(self, name: str) -> bool:
         """Whether a tensor of the layout was written, or is about to be."""
         slot = self._slots.get(name)
@@ -262,17 +230,6 @@ class StreamingWriter:
             os.ftruncate(fd, file.size)
         _pwrite(fd, memoryview(file.header()), 0)
 
-    def _copy_bytes(self, source_fd: int, source: TensorInfo, slot: TensorInfo) -> None:
-        fd = self._fds[str(slot.file)]
-        try:
-            done = _range_copy(source_fd, source, fd, slot)
-            while done < slot.nbytes:
-                data = _read_chunk(source_fd, source, done)
-                _pwrite(fd, memoryview(data), slot.start + done)
-                done += len(data)
-        except OSError as error:
-            raise self._output_error(error) from error
-
     def _output_error(self, error: OSError) -> OutputError:
         if error.errno == errno.EEXIST:
             return OutputError(f"{error.filename}: exists already; remove it or choose another")
@@ -293,37 +250,6 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], offset + done)
-
-
-def _range_copy(source_fd: int, source: TensorInfo, fd: int, slot: TensorInfo) -> int:
-    """Copy inside the kernel; return the bytes done, fewer where the kernel would not go on."""
-    done = 0
-    while done < slot.nbytes:
-        try:
-            count = os.copy_file_range(
-                source_fd, fd, slot.nbytes - done, source.start + done, slot.start + done
-            )
-        except OSError as error:
-            if error.errno not in _NO_RANGE_COPY:
-                raise
-            return done
-        if not count:
-            return done
-        done += count
-    return done
-
-
-def _read_chunk(fd: int, source: TensorInfo, done: int) -> bytes:
-    try:
-        data = os.pread(fd, min(_CHUNK, source.nbytes - done), source.start + done)
-    except OSError as error:
-        raise CheckpointError(f"{source.file}: cannot be read ({error.strerror})") from error
-    if not data:
-        raise CheckpointError(
-            f"{source.file}: ends inside tensor {source.name!r}; it changed since its header was "
-            "read, start again"
-        )
-    return data
 
 
 def _sync_folder(folder: Path) -> None:

@@ -12,12 +12,14 @@ from modelopt_lite.calibrate.evidence import Evidence
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.dequant import Source
+from modelopt_lite.checkpoint.names import natural_key
 from modelopt_lite.errors import CalibrationError, NonFiniteError, SpecError
 from modelopt_lite.export.quantize import check_finite, quantize_matrices
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.linear import FORMATS, ErrorReport
 from modelopt_lite.offload.units import Unit
 from modelopt_lite.plan import Copy, Matrix, Output, Plan
+from modelopt_lite.words import counted
 
 
 class Exporter:
@@ -146,14 +148,9 @@ class Exporter:
         self._names.append(output.name)
 
     def _copy(self, copy: Copy) -> None:
-        """Copy a tensor's bytes from file to file where they are what is to be written."""
-        decoded = copy.source in getattr(self._source, "consumed", {})
-        cast = copy.output.dtype != self._source.tensors[copy.source].dtype
-        if copy.region or decoded or cast:
-            value = self._source.read(copy.source)
-            self._write(copy.output, value[copy.region] if copy.region else value)
-            return
-        self._sink.copy(copy.output.name, self._source.tensors[copy.source])
+        value = self._source.read(copy.source)
+        check_finite({copy.source: value})  # no unit was checked as it came in
+        self._write(copy.output, value[copy.region] if copy.region else value)
 
     def _inputs(self, matrices: Sequence[Matrix]) -> dict[str, Tensor]:
         """Largest magnitude that entered each input group, over all of its members."""
@@ -172,11 +169,7 @@ class Exporter:
                 continue
             value = amax.get(matrix.input_group)
             if value is None:
-                raise CalibrationError(
-                    f"no calibration data reached {matrix.name!r} (or any of its peers), so its "
-                    "inputs have no scale; give more calibration data, exclude the module in the "
-                    "recipe, or use a recipe without static input scales"
-                )
+                raise _unreached([m for m in matrices if m.input_group not in {None, *amax}])
             if not bool(torch.isfinite(value)):
                 raise NonFiniteError(
                     f"the inputs of {matrix.name!r} became NaN or infinite during calibration; "
@@ -203,6 +196,20 @@ class Exporter:
                         "its KV cache has no scales; run without kv_cache"
                     )
                 self._write(output, fp8.scale_from_amax(seen[scales.module].float()))
+
+
+def _unreached(matrices: Sequence[Matrix]) -> CalibrationError:
+    """The error for matrices of one unit whose inputs were never seen."""
+    first = matrices[0]
+    parents = {m.name.rpartition(".")[0].removeprefix(f"{m.unit}.") for m in matrices}
+    patterns = ", ".join(f'"*.{parent}"' for parent in sorted(parents, key=natural_key))
+    return CalibrationError(
+        f"no calibration data reached {first.name!r} (nor its peers; "
+        f"{counted(len(matrices), 'matrix', 'matrices')} of unit {first.unit!r} in all), so its "
+        "inputs have no scale. Where the model runs it on other inputs only, as attention to an "
+        f"encoder, exclude it in the recipe (exclude: [{patterns}]); else give more calibration "
+        "data, or use a recipe without static input scales"
+    )
 
 
 def _check_groups(matrices: Sequence[Matrix], whole: Mapping[str, str]) -> None:

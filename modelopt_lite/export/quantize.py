@@ -11,6 +11,7 @@ from modelopt_lite.errors import InternalError, NonFiniteError
 from modelopt_lite.formats.base import Numerics, amax
 from modelopt_lite.formats.linear import FORMATS, ErrorReport, measure_error
 from modelopt_lite.plan import Matrix, Output
+from modelopt_lite.words import counted
 
 Write = Callable[[Output, Tensor], None]
 
@@ -72,10 +73,10 @@ def check_finite(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         largest[name] = amax(value)
         if not bool(torch.isfinite(largest[name])):
-            bad = int((~torch.isfinite(value)).sum())
+            count = int((~torch.isfinite(value)).sum())
             raise NonFiniteError(
-                f"tensor {name!r} holds {bad} values that are NaN or infinite; repair the "
-                "checkpoint or download it again"
+                f"tensor {name!r} holds {counted(count, 'value')} not finite (NaN or infinity); "
+                "repair the checkpoint or download it again"
             )
     return largest
 

@@ -7,6 +7,7 @@ against the plan. The rules follow what vLLM, SGLang and TensorRT-LLM do with a 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from modelopt_lite.verify.findings import Finding, Severity, shorten
 from modelopt_lite.verify.groups import check_experts, check_groups, check_kv
 from modelopt_lite.verify.source import check_sidecars, check_source
 from modelopt_lite.verify.tensors import check_layout, check_values
+from modelopt_lite.words import counted
 
-__all__ = ["Finding", "Severity", "audit", "audit_or_raise", "compare_with_source"]
+__all__ = ["Finding", "Severity", "audit", "audit_or_raise", "compare_with_source", "coverage"]
 
 _LISTED = 10
 
@@ -80,6 +82,27 @@ def audit(
     return findings
 
 
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How much there is to check in an export: files and tensors, and which of them are packed."""
+
+    files: int
+    tensors: int
+    quantized: int
+
+
+def coverage(folder: Path) -> Coverage | None:
+    """Count what `audit` looks at, from headers alone; None where the export cannot be opened."""
+    checkpoint, _ = open_export(Path(folder))
+    if checkpoint is None:
+        return None
+    with checkpoint:
+        export, _, _ = open_modules(checkpoint)
+        tensors = export.tensors
+        files = {info.file for info in tensors.values()}
+        return Coverage(len(files), len(tensors), sum(1 for _ in export.packed()))
+
+
 def audit_or_raise(folder: Path, *, source: Path, plan: Any) -> None:
     """Audit an export that was just written, and hold it against the plan of its run.
 
@@ -101,8 +124,8 @@ def audit_or_raise(folder: Path, *, source: Path, plan: Any) -> None:
         if len(errors) > _LISTED:
             lines.append(f"and {len(errors) - _LISTED} more")
         raise AuditError(
-            f"the export breaks the rules of the audit in {len(errors)} places and was not kept:\n"
-            + "\n".join(lines)
+            f"the export breaks the rules of the audit in {counted(len(errors), 'place')} and was "
+            "not kept:\n" + "\n".join(lines)
         )
 
 

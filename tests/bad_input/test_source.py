@@ -72,6 +72,15 @@ def test_config_that_transformers_rejects(
     refuse(CheckpointError, source, "config.json", "transformers")
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "bf16"])
+def test_a_dtype_that_no_model_runs_in(
+    damage: Any, checkpoint: MakeCheckpoint, refuse: Refuse, dtype: str
+) -> None:
+    source = checkpoint("llama")
+    damage.config(source, dtype=dtype, torch_dtype=None)
+    refuse(CheckpointError, source, "config.json states dtype", dtype, "bfloat16")
+
+
 def test_no_weights(checkpoint: MakeCheckpoint, refuse: Refuse) -> None:
     source = checkpoint("llama")
     (source / WEIGHTS).unlink()

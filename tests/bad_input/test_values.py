@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from modelopt_lite import quantize_and_export
-from modelopt_lite.errors import (
-    ModelOptLiteError,
-    NonFiniteError,
-)
+from modelopt_lite.errors import NonFiniteError
 
 MakeCheckpoint = Callable[..., Path]
 Refuse = Callable[..., str]
@@ -73,8 +71,22 @@ def test_nan_in_a_weight_that_no_forward_reads(
 ) -> None:
     source = checkpoint("llama")
     damage.poison(source, "lm_head.weight", {5: float("nan")})
-    with pytest.raises(ModelOptLiteError, match=r"lm_head\.weight"):
-        quantize_and_export(
-            source, export_dir=source.parent / "out", recipe="w4a16_nvfp4", progress=False
+    for verify in (True, False):  # found as it is copied, not by the audit
+        refuse(
+            NonFiniteError, source, "lm_head.weight", "1 value", recipe="w4a16_nvfp4", verify=verify
         )
-    assert list(source.parent.iterdir()) == [source]
+
+
+def test_nan_in_a_tensor_that_no_module_of_the_model_owns(
+    damage: Any, checkpoint: MakeCheckpoint, refuse: Refuse
+) -> None:
+    source = checkpoint("llama")
+    name = "model.layers.2.extra.weight"  # as a layer for multi-token prediction has them
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = torch.full((2, 2**22), 1.0, dtype=torch.bfloat16)  # in more than one piece
+        tensors[name][0, 3] = float("nan")
+        tensors[name][1, -1] = float("-inf")
+
+    damage.weights(source, add)
+    refuse(NonFiniteError, source, name, "2 values", verify=False, while_running=True)

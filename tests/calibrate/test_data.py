@@ -92,12 +92,15 @@ def test_fewer_samples_than_asked_for() -> None:
 # --- files
 
 
-def test_text_file_is_cut_to_blocks(tmp_path: Path) -> None:
+def test_text_file_is_cut_to_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "some.txt"
     path.write_text("x" * 70)
     data = load(path)
     assert shapes(data) == [(4, 16)]  # the last 6 are no block
     assert data.origin == str(path)
+    monkeypatch.chdir(tmp_path)
+    for spelled in ("some.txt", f"../{tmp_path.name}/./some.txt"):  # a resumed run compares it
+        assert load(spelled).origin == str(path)
     assert rows(load(str(path))) == rows(data)
 
 

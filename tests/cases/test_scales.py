@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from modelopt_lite import Recipe, quantize_and_export
+from modelopt_lite import Recipe, dry_run, quantize_and_export
 from modelopt_lite.errors import NonFiniteError, ShapeError
 from modelopt_lite.verify.audit import audit
 
@@ -290,13 +290,21 @@ def test_float16_and_float32_sources(checkpoint: Make, cases: Any) -> None:
             assert not out.problems()
 
 
-def test_the_export_is_read_as_a_source_again(checkpoint: Make, cases: Any) -> None:
-    """An FP8 export is a source like any other: decoded, not taken for numbers."""
-    once = cases.run(checkpoint("llama"), "fp8")
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+def test_the_export_is_read_as_a_source_again(checkpoint: Make, cases: Any, recipe: str) -> None:
+    """An export is a source like any other: decoded, not taken for numbers, and said to be."""
+    once = cases.run(checkpoint("llama"), recipe, kv_cache="fp8")
     twice = cases.run(once.folder, "nvfp4")
+    planned = dry_run(once.folder, recipe="nvfp4")["notes"]
+    for notes in (twice.report.notes, planned):
+        [note] = [note for note in notes if "quantized already" in note]
+        assert f"(modelopt {recipe.upper()}): 14 tensors decoded to bfloat16" in note
+        assert "18 scales of inputs and KV cache left behind" in note
+        assert "original checkpoint" in note
     name = "model.layers.1.self_attn.o_proj"
     original = once.original[f"{name}.weight"].float()
     assert float((twice.value(name) - original).norm() / original.norm()) < 0.15
+    assert not any("quantized already" in note for note in once.report.notes)
     assert twice.quantization["quant_algo"] == "NVFP4"
     assert not [n for n, t in twice.tensors.items() if n.endswith(".weight_scale") and not t.ndim]
     assert not twice.problems()

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from modelopt_lite.checkpoint.dequant import DequantizedSource, model_dtype, open_source
 from modelopt_lite.checkpoint.reader import Checkpoint
-from modelopt_lite.checkpoint.shards import plan_layout
-from modelopt_lite.checkpoint.writer import StreamingWriter
 from modelopt_lite.errors import (
     CheckpointError,
     InternalError,
@@ -326,19 +324,6 @@ def test_reads_into_buffers(make_checkpoint: MakeCheckpoint) -> None:
     assert source.reads == {"a.weight": 2, "a.weight_scale": 2}
 
 
-def test_raw_copy_of_a_decoded_tensor_is_refused(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path
-) -> None:
-    folder = make_checkpoint(
-        {"a.weight": fp8_codes(4, 6), "a.weight_scale": torch.tensor(2.0)}, config=config(FP8)
-    )
-    info = opened(folder).tensors["a.weight"]
-    layout = plan_layout([("a.weight", info.dtype, info.shape)], 10**9)
-    with StreamingWriter(tmp_path / "out", layout) as writer:
-        with pytest.raises(InternalError, match="not stored as it is presented"):
-            writer.copy("a.weight", info)
-
-
 def test_config_is_plain_at_every_level(make_checkpoint: MakeCheckpoint) -> None:
     nested = {"text_config": {"dtype": "float16", "quantization_config": FP8, "hidden": 3}}
     folder = make_checkpoint(
@@ -360,11 +345,21 @@ def test_config_is_plain_at_every_level(make_checkpoint: MakeCheckpoint) -> None
         ({"dtype": "torch.float32"}, torch.float32),
         ({"dtype": "float32", "torch_dtype": "float16"}, torch.float32),
         ({"torch_dtype": None, "text_config": {"torch_dtype": "float32"}}, torch.float32),
-        ({"torch_dtype": "float8_e4m3fn", "text_config": 3}, torch.bfloat16),
+        ({"dtype": "auto", "torch_dtype": "float64", "text_config": 3}, torch.float64),
     ],
 )
 def test_model_dtype(config: dict[str, Any], dtype: torch.dtype) -> None:
     assert model_dtype(config) == dtype
+
+
+@pytest.mark.parametrize("stated", ["float8_e4m3fn", "int8", "bf16", "", 16, ["float16"], {}])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_dtype_that_no_model_runs_in(stated: Any, nested: bool) -> None:
+    config = {"text_config": {"torch_dtype": stated}} if nested else {"torch_dtype": stated}
+    with pytest.raises(CheckpointError) as caught:
+        model_dtype(config)
+    assert f"states torch_dtype {stated!r}" in str(caught.value)
+    assert "bfloat16" in str(caught.value)
 
 
 def test_plain_source_stays_a_checkpoint(make_checkpoint: MakeCheckpoint) -> None:

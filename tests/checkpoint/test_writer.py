@@ -16,14 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from modelopt_lite.checkpoint.header import TensorInfo, read_header
+from modelopt_lite.checkpoint.header import read_header
 from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.checkpoint.shards import ShardLayout, TensorPlan, plan_layout
 from modelopt_lite.checkpoint.writer import StreamingWriter, parse_size
-from modelopt_lite.errors import CheckpointError, InternalError, OutputError, RecipeError
+from modelopt_lite.errors import InternalError, OutputError, RecipeError
 
 INDEX = "model.safetensors.index.json"
 
@@ -216,49 +216,6 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tensors = {"w": torch.randn(100)}
     export(tmp_path, tensors, 10**9)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], tensors["w"])
-
-
-# Raw copies
-
-
-@pytest.mark.parametrize("mode", ["kernel", "refused", "partly", "stops"])
-def test_copies_source_bytes(
-    tmp_path: Path, tensors: dict[str, Tensor], mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tmp_path / "source.safetensors"
-    tensors["nan"] = torch.tensor([0x7FC00001, 0x7F800001], dtype=torch.int32).view(torch.float32)
-    save_file(tensors, source)
-    real, calls = os.copy_file_range, itertools.count()
-
-    def fake(src: int, dst: int, count: int, at: int, to: int) -> int:
-        if mode == "refused" or (mode == "partly" and next(calls) % 2):
-            raise OSError(errno.EXDEV, "Invalid cross-device link")
-        return 0 if mode == "stops" else real(src, dst, min(count, 5), at, to)
-
-    monkeypatch.setattr(os, "copy_file_range", fake)
-    with StreamingWriter(tmp_path / "out", plan_layout(plan_of(tensors), 10**9)) as writer:
-        for name, info in read_header(source).items():
-            writer.copy(name, info)
-        writer.finish()
-    copied = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(raw(copied[name]), raw(tensor)) for name, tensor in tensors.items())
-
-
-def test_copy_of_a_source_that_shrank(tmp_path: Path) -> None:
-    source = tmp_path / "source.safetensors"
-    save_file({"w": torch.ones(100)}, source)
-    info = read_header(source)["w"]
-    os.truncate(source, info.end - 8)
-    with StreamingWriter(tmp_path / "out", plan_layout([("w", info.dtype, info.shape)], 999)) as w:
-        with pytest.raises(CheckpointError, match=r"ends inside tensor 'w'"):
-            w.copy("w", info)
-
-
-def test_copy_of_what_is_not_stored_so(tmp_path: Path) -> None:
-    info = TensorInfo("w", torch.bfloat16, (4,), tmp_path / "x", 0, 4)
-    with StreamingWriter(tmp_path / "out", plan_layout([("w", info.dtype, info.shape)], 999)) as w:
-        with pytest.raises(InternalError, match="not stored as it is presented"):
-            w.copy("w", info)
 
 
 # Refusals

@@ -111,6 +111,56 @@ def test_a_package_must_register_its_own_name(tmp_path: Path) -> None:
     assert f"{specs} registers no spec for 'my_model'" in result.stderr
 
 
+SPEC = "from modelopt_lite.models import *\nregister(ModelSpec(model_type='my_model', {}))\n"
+MOE = "moe_spec=MoESpec(block_names=('A',), {})"
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (SPEC.format("moe_specs=None"), "line 2: TypeError: ModelSpec.__init__() got an"),
+        (SPEC.format("moe_spec=PTQSpec()"), "line 2: TypeError: ModelSpec.moe_spec must be "),
+        (SPEC.format("modeling_source='hub'"), "ModelSpec.modeling_source must be "),
+        (SPEC.format(MOE.format("gate_up_pair=('a', 'b', 'c')")), "MoESpec.gate_up_pair must be "),
+        (SPEC.format(MOE.format("expert_linear_names=(1,)")), "expert_linear_names must be tuple["),
+        (SPEC.format(MOE.format("fused_expert_names='no'")), "must be bool, got 'no'"),
+        ("import nowhere_to_be_found", "line 1: ModuleNotFoundError: No module named"),
+        ("\n\nraise RuntimeError('two\\nlines')", "line 3: RuntimeError: two lines"),
+        ("def broken(:", "line 1: SyntaxError: "),
+    ],
+)
+def test_what_a_users_specs_raise_is_an_error_of_ours(tmp_path: Path, code: str, says: str) -> None:
+    """In one line, with the file, from every command and every public name."""
+    specs = write_package(tmp_path, "my_model")
+    specs.write_text(code)
+    refused_in_one_line(tmp_path, f"{specs} cannot be loaded: ", says, "; correct it")
+
+
+def test_a_path_that_is_no_folder_is_an_error_of_ours(tmp_path: Path) -> None:
+    refused_in_one_line(tmp_path / "absent", "MODELOPT_LITE_MODELS_PATH names", "is no folder")
+
+
+def refused_in_one_line(path: Path, *says: str) -> None:
+    run = "import sys; sys.argv[1:] = ['specs', 'list']; from modelopt_lite.cli import main; main()"
+    result = python(run, MODELOPT_LITE_MODELS_PATH=str(path))
+    assert result.returncode == 1
+    assert result.stderr.startswith("error [MOL200]: ")
+    assert result.stderr.count("\n") == 1
+    for text in says:
+        assert text in result.stderr
+
+
+def test_public_names_raise_it_too(tmp_path: Path) -> None:
+    code = (
+        "import modelopt_lite\n"
+        "from modelopt_lite.errors import SpecError\n"
+        "try: modelopt_lite.audit\n"
+        "except SpecError as error: print(error)\n"
+    )
+    result = python(code, MODELOPT_LITE_MODELS_PATH=str(tmp_path / "absent"))
+    assert "is no folder" in result.stdout, result.stderr
+
+
 class FakeEntry:
     """An entry point whose module does ``load``."""
 
@@ -146,10 +196,11 @@ def test_an_entry_point_that_collides_names_both_places(
 ) -> None:
     register(ModelSpec(model_type="y"))
     entry_points(monkeypatch, FakeEntry("y", lambda: register(ModelSpec(model_type="y"))))
-    with pytest.raises(ValueError, match="registered twice") as caught:
+    with pytest.raises(ImportError, match="registered twice") as caught:
         discovery.import_all("nothing_here", [str(tmp_path)])
     assert str(caught.value).count(f"{__file__}:") == 2
-    assert "entry point 'y' = 'their_package.specs'" in caught.value.__notes__[0]
+    assert "entry point 'y' = 'their_package.specs'" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
 @pytest.mark.usefixtures("empty")
@@ -157,5 +208,5 @@ def test_an_entry_point_that_registers_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     entry_points(monkeypatch, FakeEntry("y", lambda: None))
-    with pytest.raises(ValueError, match="registers no spec for 'y'"):
+    with pytest.raises(ImportError, match="registers no spec for 'y'"):
         discovery.import_all("nothing_here", [str(tmp_path)])

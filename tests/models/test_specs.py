@@ -25,6 +25,7 @@ from modelopt_lite.models import (
     match_class_names,
     match_moe_block,
 )
+from modelopt_lite.models.specs import STRUCTURAL_PTQ
 
 installed = Version(transformers.__version__)
 
@@ -112,6 +113,22 @@ def test_a_version_is_given_and_never_below_the_floor(spec: ModelSpec) -> None:
 
 
 @every_spec
+def test_the_first_release_is_not_later_than_the_installed_one_that_has_the_model(
+    spec: ModelSpec,
+) -> None:
+    """A version that is too high would skip every other test of a spec."""
+    if installed >= Version(spec.min_transformers_version or "0"):
+        return
+    try:
+        built = models_of(spec.model_type)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return  # this release does not know it
+    assert not all(layers_of(model, spec) for model in built), (
+        f"{installed} has the classes of {spec.model_type}; lower min_transformers_version"
+    )
+
+
+@every_spec
 def test_moe_sections_come_together(spec: ModelSpec) -> None:
     assert (spec.moe_spec is None) == (spec.expert_storage_spec is None)
     assert (spec.moe_spec is None) == (not ptq(spec).router_names)
@@ -192,19 +209,68 @@ def test_routers(spec: ModelSpec) -> None:
             assert found == set(ptq(spec).router_names)
 
 
+def siblings(model: Any, group: tuple[str, ...]) -> list[list[Any]]:
+    """Return the linears of a group in each module that has them all as children."""
+    found: list[list[Any]] = [
+        [getattr(module, name, None) for name in group] for module in model.modules()
+    ]
+    return [linears for linears in found if all(isinstance(m, nn.Linear) for m in linears)]
+
+
+def inputs_of(model: Any) -> dict[nn.Module, int]:
+    """Run the model; return where the input of each linear lies. Nothing is freed meanwhile."""
+    held: list[Tensor] = []
+    seen: dict[nn.Module, int] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        held.append(args[0])
+        seen[module] = args[0].data_ptr()
+
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    hooks = [module.register_forward_pre_hook(note) for module in linears]
+    with torch.no_grad():
+        model(torch.arange(1, 25).reshape(2, 12), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
 @every_spec
-def test_fused_linears_are_siblings_that_read_the_same_width(spec: ModelSpec) -> None:
-    stored = () if spec.expert_storage_spec is None else spec.expert_storage_spec.linear_names
+def test_fused_linears_are_siblings_that_read_the_same_input(spec: ModelSpec) -> None:
+    """A group is what a forward pass shows, or the stated gate and up of experts on disk."""
+    pair = None if spec.moe_spec is None else spec.moe_spec.gate_up_pair
+    inputs = [(model, inputs_of(model)) for model in models(spec)]
     for group in ptq(spec).fused_linears:
-        found = [
-            [module.get_submodule(name) for name in group]
-            for model in models(spec)
-            for module in model.modules()
-            if all(isinstance(getattr(module, name, None), nn.Linear) for name in group)
-        ]
-        assert found or set(group) <= set(stored), group
-        for linears in found:
+        found = [(seen, linears) for model, seen in inputs for linears in siblings(model, group)]
+        assert found or group == pair, group
+        for seen, linears in found:
             assert len({linear.in_features for linear in linears}) == 1
+            assert len({seen[linear] for linear in linears if linear in seen}) <= 1, group
+
+
+@every_spec
+def test_what_engines_join_everywhere_is_joined(spec: ModelSpec) -> None:
+    for group in STRUCTURAL_PTQ.fused_linears:
+        present = any(
+            siblings(layer, group) for model in models(spec) for layer in layers_of(model, spec)
+        )
+        assert not present or group in ptq(spec).fused_linears, group
+
+
+@every_spec
+def test_rules_that_fold_scales_name_modules_that_there_are(spec: ModelSpec) -> None:
+    rules = () if spec.export_spec is None else spec.export_spec.pqs_fuse_rules
+    modules = [module for model in models(spec) for module in model.modules()]
+    for parts, into, source in rules:
+        for part in parts:
+            named = [module for module in modules if part in type(module).__name__]
+            both = [(child(module, into), child(module, source)) for module in named]
+            assert both, f"no class is called {part}"
+            for one, other in both:
+                assert isinstance(one, nn.Linear), into
+                assert isinstance(other, nn.Linear), source
+                # With grouped queries, several channels of the reader share one of the writer.
+                assert other.in_features % one.out_features == 0
 
 
 @every_spec

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -260,12 +261,22 @@ def test_a_transformers_class_runs_from_its_folder(transformer: Any) -> None:
 
 
 def test_an_auto_class_finds_the_architecture(transformer: Any) -> None:
-    import transformers
-
     folder, reference = transformer
     model = open_from_disk(transformers.AutoModelForCausalLM, folder)
     assert type(model) is type(reference)
     assert_same_state(model, reference)
+
+
+def test_a_model_of_ones_own_needs_no_config(saved: Any) -> None:
+    folder, reference = saved
+    (folder / "config.json").unlink()
+    model = open_from_disk(Tied, folder)
+    assert torch.equal(model(IDS), reference(IDS))
+    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+        open_from_disk(transformers.AutoModelForCausalLM, folder)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has no model_type; give the class"):
+        open_from_disk(transformers.AutoModelForCausalLM, folder)
 
 
 def test_a_model_on_meta_is_filled_in_place(saved: Any) -> None:

@@ -1,0 +1,126 @@
+"""Say what a run would do, and whether it would be refused; reads no weight, writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from modelopt_lite.checkpoint.names import natural_key
+from modelopt_lite.errors import CalibrationError, ModelOptLiteError
+from modelopt_lite.report import Report
+from modelopt_lite.request import Options, Request, make_request
+
+
+def dry_run(ckpt: str | Path, model_type: str | None = None, **options: Any) -> dict[str, Any]:
+    """Say what `quantize_and_export` with the same arguments would do.
+
+    The calibration data are read and checked, too.
+
+    Args:
+        ckpt: Folder of a Hugging Face checkpoint, or a hub id.
+        model_type: Must equal that of config.json, where given.
+        options: As `quantize_and_export` takes them, with the same defaults.
+
+    Returns:
+        JSON values. ``linears`` has each linear layer and expert once: with ``format`` and
+        ``shape``, or with ``excluded``, the reason. Sizes are in bytes. ``problems`` lists why
+        the run would be refused, each with the ``code`` of the error and its ``message``;
+        ``reuses_export`` is true where it would return the report of a finished export.
+
+    Raises:
+        ModelOptLiteError: There is no plan: what is wrong, the value, and what to do.
+    """
+    request = make_request(ckpt, Options(model_type=model_type, **options))
+    notes: list[str] = []
+    problems = list(_load_data(request, notes))
+    reused = None
+    try:
+        reused = request.finished()
+    except ModelOptLiteError as error:
+        problems.append(error)
+    else:
+        problems += _failures(request) if reused is None else []
+    described = _describe(request)
+    described["reuses_export"] = reused is not None
+    described["notes"] += notes + _reuse(request, reused)
+    described["problems"] = [{"code": e.code, "message": str(e)} for e in problems]
+    return described
+
+
+def _load_data(request: Request, notes: list[str]) -> Iterator[ModelOptLiteError]:
+    try:
+        request.load_data()
+    except CalibrationError as error:
+        if request.options.calib_data is not None:
+            yield error
+        else:  # who plans may not have chosen yet
+            notes.append(f"calibration needs data to be given: {error}")
+
+
+def _failures(request: Request) -> Iterator[ModelOptLiteError]:
+    for check in request.checks():
+        try:
+            check()
+        except ModelOptLiteError as error:
+            yield error
+
+
+def _reuse(request: Request, reused: Report | None) -> list[str]:
+    if reused is None:
+        return []
+    return [
+        f"{request.target} holds the finished export of the same inputs: a run returns its report "
+        "and does nothing else; overwrite=True (--overwrite) makes it again"
+    ]
+
+
+def _describe(request: Request) -> dict[str, Any]:
+    job, layout = request.job, request.layout
+    plan = job.plan
+    linears: dict[str, dict[str, Any]] = {
+        m.name: {"format": m.format, "shape": list(m.shape), "input_group": m.input_group}
+        for m in plan.matrices
+    }
+    linears |= {name: {"excluded": reason} for name, reason in plan.excluded.items()}
+    return {
+        "checkpoint": str(job.folder),
+        "model_type": job.model_type,
+        "has_spec": plan.spec is not None,
+        "export_dir": str(request.target),
+        "recipe": plan.recipe.name,
+        "format": plan.format.name,
+        "numerics": plan.numerics,
+        "kv_cache": plan.recipe.kv_cache,
+        "kv_cache_layers": len(plan.kv_cache),
+        "needs_calibration": plan.needs_calibration,
+        "calibration": None
+        if request.data is None
+        else {
+            "origin": request.data.origin,
+            "samples": request.data.samples,
+            "tokens": request.data.tokens,
+        },
+        "linears": {name: linears[name] for name in sorted(linears, key=natural_key)},
+        "source_tensors": len(job.source.tensors),
+        "outputs": len(plan.outputs),
+        "bytes_to_read": job.source.total_bytes,
+        "bytes_to_write": request.bytes_to_write,
+        "files_to_write": [file.name for file in layout.files],
+        "memory_estimate": request.memory_estimate(),
+        "device": str(job.device),
+        "units": _units(request),
+        "notes": [*plan.fallbacks, *plan.notes],
+    }
+
+
+def _units(request: Request) -> list[dict[str, Any]]:
+    job = request.job
+    sizes = {
+        name: tensor.numel() * tensor.element_size()
+        for name, tensor in job.model.state_dict(keep_vars=True).items()
+    }
+    return [
+        {"name": unit.name, "is_layer": unit.is_layer, "bytes": sum(sizes[e] for e in unit.entries)}
+        for unit in job.plan.units
+    ]
