@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from modelopt_lite.offload.device import CopySource, new_buffer
 from modelopt_lite.offload.ledger import Tier
@@ -189,3 +190,26 @@ class IndirectCargo(Cargo):
         """Take them out again."""
         for managed in self.tensors:
             self.table.pop(id(managed.tensor), None)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's values are bytes of one storage."""
+    return tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+def can_move(tensor: Tensor) -> bool:
+    """Whether a tensor can go to a block."""
+    return is_plain(tensor) and tensor.numel() > 0
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def differs(tensor: Tensor, value: Tensor) -> bool:
+    """Whether values are not the same bytes; NaN equals itself."""
+    one, other = tensor.data.to(value.device), value
+    return not torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )

@@ -94,9 +94,9 @@ class DiskTensorManager(TensorManager):
         self._curve = {size: ms / part for part, size in sizes.items()}
         return self._curve
 
-    def release(self) -> None:
+    def release(self, *, keep: bool = True) -> None:
         """See `TensorManager.release`. What was read in rests on disk again."""
-        super().release()
+        super().release(keep=keep)
         for tensor, _, _ in list(self._read_in.values()):
             self._rest(tensor)
 
@@ -127,6 +127,9 @@ class DiskTensorManager(TensorManager):
             tensor.data = self._weights.load(tensor).to(self._device.torch_device)
         self._read_in[id(tensor)] = (tensor, resting, tensor._version)
         self.ledger.add("device", owner, resting.nbytes)
+
+    def _rests_on_disk(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._read_in or self._weights.covers(tensor)
 
     def _rest(self, tensor: Tensor) -> None:
         """Let what was read in rest on disk again; changed values go on in memory."""

@@ -8,16 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from modelopt_lite.errors import OffloadError, StrategyComputeError
 from modelopt_lite.offload.cargo import (
     Cargo,
     IndirectCargo,
     Managed,
+    can_move,
+    differs,
+    is_plain,
     pack,
     packed_bytes,
     plan_block,
+    storage_of,
 )
 from modelopt_lite.offload.config import OffloadConfig
 from modelopt_lite.offload.device import Device, new_buffer
@@ -79,7 +82,7 @@ class TensorManager:
             if parameter.is_meta:
                 raise OffloadError(f"{name!r} is on the meta device; load its values first")
         self._by_label: dict[str, list[Managed]] = {}
-        self._storages = Counter(_storage(t) for t in self._everything() if _is_plain(t))
+        self._storages = Counter(storage_of(t) for t in self._everything() if is_plain(t))
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._moved: dict[int, tuple[Tensor, torch.device]] = {}
         self._cargos: dict[str, Cargo] = {}
@@ -106,10 +109,6 @@ class TensorManager:
         """Bytes of weights and buffers that stay on the device whatever the strategy."""
         return self.ledger.held(RESIDENT).get("device", 0)
 
-    def own_units(self) -> None:
-        """Give each unit the parameters that the selection lets leave the device (strategy 1)."""
-        self.assign(self._selection.offloaded)
-
     def assign(self, names: Mapping[str, Sequence[str]]) -> None:
         """Give each label its parameters, with the tensors attached to them.
 
@@ -126,7 +125,7 @@ class TensorManager:
         for label, own in names.items():
             mine: dict[int, Managed] = {}
             for m in (m for name in own for m in with_fields(name, self._parameters[name])):
-                if readers[id(m.tensor)] == {label} and _can_move(m.tensor):
+                if readers[id(m.tensor)] == {label} and can_move(m.tensor):
                     mine.setdefault(id(m.tensor), m)
             self._by_label[label] = list(mine.values())
             self.layer_statistics_collector.set_tensors(label, _statistics(list(mine.values())))
@@ -262,7 +261,7 @@ class TensorManager:
         for label in (RESIDENT, *self._by_label):
             self.ledger.remove("device", label)
             self.ledger.remove("host", label)
-        rooms = {_storage(c.resting[0]) for c in self._cargos.values()}
+        rooms = {storage_of(c.resting[0]) for c in self._cargos.values()}
         for tensor in self._everything():
             if id(tensor) not in goes:
                 self._keep(tensor, owner.get(id(tensor), RESIDENT), rooms)
@@ -279,20 +278,22 @@ class TensorManager:
             self._cargos[label] = old
             self.ledger.add("host" if isinstance(old.source, Tensor) else "disk", label, old.nbytes)
 
-    def release(self) -> None:
-        """Put every tensor back to where it was before `place`."""
+    def release(self, *, keep: bool = True) -> None:
+        """Put every tensor back to where it was before `place`; or leave parameters empty."""
         self.loader.close()
+        if not keep:
+            self._empty()
         with torch.inference_mode(False), torch.no_grad():
             rooms = set()
             for cargo in self._cargos.values():
                 if isinstance(cargo.source, Tensor):
-                    rooms.add(_storage(cargo.source))
+                    rooms.add(storage_of(cargo.source))
                 for managed in cargo.tensors:
                     # Out of the block it shares with others.
                     if id(managed.tensor) not in self._before and isinstance(cargo.source, Tensor):
                         managed.bind(managed.tensor.data.clone())
             for tensor, value in self._before.values():
-                if _differs(tensor, value):  # changed while it was offloaded
+                if differs(tensor, value):  # changed while it was offloaded
                     value.copy_(tensor.data)
                 tensor.data = value
             for tensor, device in self._moved.values():
@@ -301,6 +302,22 @@ class TensorManager:
         self._before.clear()
         self._moved.clear()
         self._cargos.clear()
+
+    def _empty(self) -> None:
+        """Let no parameter, and no tensor attached to one, hold memory."""
+        everything = (
+            m for name, tensor in self._parameters.items() for m in with_fields(name, tensor)
+        )
+        gone = {id(m.tensor): m.tensor for m in everything if not self._rests_on_disk(m.tensor)}
+        for tensor in gone.values():
+            if is_plain(tensor):
+                tensor.data = tensor.data.new_empty(0)
+        self._before = {key: value for key, value in self._before.items() if key not in gone}
+        self._moved = {key: value for key, value in self._moved.items() if key not in gone}
+        self._cargos = {k: c for k, c in self._cargos.items() if not isinstance(c.source, Tensor)}
+
+    def _rests_on_disk(self, tensor: Tensor) -> bool:
+        return False
 
     def _pack(self, label: str, managed: Sequence[Managed]) -> Cargo:
         _, size = plan_block([m.tensor for m in managed])
@@ -322,12 +339,12 @@ class TensorManager:
 
     def _keep(self, tensor: Tensor, owner: str, rooms: set[int]) -> None:
         """Let a tensor stay on the device, and out of host blocks that are given up."""
-        if _is_plain(tensor) and not tensor.is_meta:
+        if is_plain(tensor) and not tensor.is_meta:
             here = self._device.torch_device
             elsewhere = tensor.device.type != here.type or (
                 here.index is not None and tensor.device.index != here.index
             )
-            if elsewhere or _storage(tensor) in rooms:
+            if elsewhere or storage_of(tensor) in rooms:
                 self._remember(tensor)
                 with torch.inference_mode(False), torch.no_grad():
                     tensor.data = tensor.data.to(here, copy=True)
@@ -335,7 +352,7 @@ class TensorManager:
 
     def _remember(self, tensor: Tensor) -> None:
         """Note how a tensor was, where that cannot be told from its values."""
-        shared = self._storages[_storage(tensor)] > 1
+        shared = self._storages[storage_of(tensor)] > 1
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         if id(tensor) not in self._before and id(tensor) not in self._moved:
             if shared or not whole:
@@ -367,24 +384,3 @@ def _statistics(managed: Sequence[Managed]) -> list[TensorStatistics]:
         )
         for group in groups.values()
     ]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor's values are bytes of one storage."""
-    return tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
-
-
-def _can_move(tensor: Tensor) -> bool:
-    return _is_plain(tensor) and tensor.numel() > 0
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _differs(tensor: Tensor, value: Tensor) -> bool:
-    """Whether values are not the same bytes; NaN equals itself."""
-    one, other = tensor.data.to(value.device), value
-    return not torch.equal(
-        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
-    )
