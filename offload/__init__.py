@@ -19,6 +19,8 @@ if __name__ == "offload":
 if TYPE_CHECKING:
     from modelopt_lite.offload.api import (
         clear_profiling_durations,
+        collect_offload_timing,
+        dump_instrumentation,
         get_gpu_memory_usage,
         get_offload_manager,
         init,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
         pause_profiling,
         release,
         request_strategy_replan,
+        reset_offload_timing,
         resident_units,
         resume_profiling,
         save_profile,
@@ -38,25 +41,62 @@ if TYPE_CHECKING:
         strategy_replan_status,
         suspend_profiling,
         sync_prev_onload,
+        update_offload_timing,
         update_state,
     )
-    from modelopt_lite.offload.cargo import get_inner_tensor_field_ids
-    from modelopt_lite.offload.config import OffloadConfig
+    from modelopt_lite.offload.cargo import (
+        get_inner_tensor_field_ids,
+    )
+    from modelopt_lite.offload.config import (
+        OffloadConfig,
+    )
     from modelopt_lite.offload.config_sources import (
         load_config,
         load_config_from_env,
         load_config_from_file,
     )
-    from modelopt_lite.offload.device import Device, HostDevice, current_device
-    from modelopt_lite.offload.frommeta import load_model_from_profile
-    from modelopt_lite.offload.lockstep import Lockstep
-    from modelopt_lite.offload.manager import GPUMemoryUsage, OffloadManager, Phase
-    from modelopt_lite.offload.managerstate import DEFAULT_MANAGER_NAME
-    from modelopt_lite.offload.profile_io import Profile
-    from modelopt_lite.offload.replan import StrategyReplanStatus
-    from modelopt_lite.offload.selection import Selection, select
-    from modelopt_lite.offload.tensors import TensorManager
-    from modelopt_lite.offload.units import Unit, WeightStore, find_units
+    from modelopt_lite.offload.device import (
+        Device,
+        HostDevice,
+        current_device,
+    )
+    from modelopt_lite.offload.frommeta import (
+        load_model_from_profile,
+    )
+    from modelopt_lite.offload.lockstep import (
+        Lockstep,
+    )
+    from modelopt_lite.offload.manager import (
+        GPUMemoryUsage,
+        OffloadManager,
+        Phase,
+    )
+    from modelopt_lite.offload.managerstate import (
+        DEFAULT_MANAGER_NAME,
+    )
+    from modelopt_lite.offload.passtiming import (
+        OffloadTimingReport,
+        OffloadTimingSnapshot,
+        format_offload_timing_table,
+    )
+    from modelopt_lite.offload.profile_io import (
+        Profile,
+    )
+    from modelopt_lite.offload.replan import (
+        StrategyReplanStatus,
+    )
+    from modelopt_lite.offload.selection import (
+        Selection,
+        select,
+    )
+    from modelopt_lite.offload.tensors import (
+        TensorManager,
+    )
+    from modelopt_lite.offload.units import (
+        Unit,
+        WeightStore,
+        find_units,
+    )
 
 # Loaded on first use: patterns and configs are needed where torch is not.
 _WHERE = {
@@ -67,6 +107,8 @@ _WHERE = {
     "Lockstep": "lockstep",
     "OffloadConfig": "config",
     "OffloadManager": "manager",
+    "OffloadTimingReport": "passtiming",
+    "OffloadTimingSnapshot": "passtiming",
     "Phase": "manager",
     "Profile": "profile_io",
     "Selection": "selection",
@@ -75,8 +117,11 @@ _WHERE = {
     "Unit": "units",
     "WeightStore": "units",
     "clear_profiling_durations": "api",
+    "collect_offload_timing": "api",
     "current_device": "device",
+    "dump_instrumentation": "api",
     "find_units": "units",
+    "format_offload_timing_table": "passtiming",
     "get_gpu_memory_usage": "api",
     "get_inner_tensor_field_ids": "cargo",
     "get_offload_manager": "api",
@@ -94,6 +139,7 @@ _WHERE = {
     "pause_profiling": "api",
     "release": "api",
     "request_strategy_replan": "api",
+    "reset_offload_timing": "api",
     "resident_units": "api",
     "resume_profiling": "api",
     "save_profile": "api",
@@ -102,6 +148,7 @@ _WHERE = {
     "strategy_replan_status": "api",
     "suspend_profiling": "api",
     "sync_prev_onload": "api",
+    "update_offload_timing": "api",
     "update_state": "api",
 }
 __all__ = [
@@ -112,6 +159,8 @@ __all__ = [
     "Lockstep",
     "OffloadConfig",
     "OffloadManager",
+    "OffloadTimingReport",
+    "OffloadTimingSnapshot",
     "Phase",
     "Profile",
     "Selection",
@@ -120,8 +169,11 @@ __all__ = [
     "Unit",
     "WeightStore",
     "clear_profiling_durations",
+    "collect_offload_timing",
     "current_device",
+    "dump_instrumentation",
     "find_units",
+    "format_offload_timing_table",
     "get_gpu_memory_usage",
     "get_inner_tensor_field_ids",
     "get_offload_manager",
@@ -139,6 +191,7 @@ __all__ = [
     "pause_profiling",
     "release",
     "request_strategy_replan",
+    "reset_offload_timing",
     "resident_units",
     "resume_profiling",
     "save_profile",
@@ -147,6 +200,7 @@ __all__ = [
     "strategy_replan_status",
     "suspend_profiling",
     "sync_prev_onload",
+    "update_offload_timing",
     "update_state",
 ]
 

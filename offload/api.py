@@ -14,6 +14,7 @@ from modelopt_lite.offload.manager import (
     GPUMemoryUsage,
     OffloadManager,
 )
+from modelopt_lite.offload.passtiming import OffloadTimingReport
 from modelopt_lite.offload.patching import CompileFn
 from modelopt_lite.offload.profile_io import Profile
 from modelopt_lite.offload.replan import StrategyReplanStatus
@@ -193,3 +194,25 @@ def clear_profiling_durations(name: str = DEFAULT_MANAGER_NAME) -> None:
 def sync_prev_onload(name: str = DEFAULT_MANAGER_NAME) -> None:
     """Let the compute stream wait for all copies that are on their way."""
     get_offload_manager(name).sync_prev_onload()
+
+
+def reset_offload_timing(name: str = DEFAULT_MANAGER_NAME) -> None:
+    """Forget the passes that were timed."""
+    get_offload_manager(name).reset_offload_timing()
+
+
+def update_offload_timing(replay_generation: int = -1, name: str = DEFAULT_MANAGER_NAME) -> bool:
+    """Read the timings of passes that are done by now; return whether there was one."""
+    return get_offload_manager(name).update_offload_timing(replay_generation)
+
+
+def collect_offload_timing(name: str = DEFAULT_MANAGER_NAME) -> OffloadTimingReport | None:
+    """Return what was timed in INFERENCE; None where nothing was."""
+    return get_offload_manager(name).collect_offload_timing()
+
+
+def dump_instrumentation(
+    dir: Path | str | None = None, name: str = DEFAULT_MANAGER_NAME
+) -> Path | None:
+    """Write how the parts of a manager were made, and what was measured, as JSON."""
+    return get_offload_manager(name).dump_instrumentation(dir)

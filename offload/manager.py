@@ -151,6 +151,7 @@ class OffloadManager(PlanningManager):
                 profile.check(model, self.config, self._device.name)
             tensors = make_tensor_manager(model, selection, self.config, self._device)
             self._tensor_manager = tensors
+            self._observe(tensors)
             tensors.assign(selection.offloaded if profile is None else profile.owned(model))
             tensors.place()
             for path, module in selection.units.items():
@@ -216,6 +217,8 @@ class OffloadManager(PlanningManager):
         self._alone.clear()
         if self._tensor_manager is not None:
             self._tensor_manager.timeline.end_pass()
+        if self.offload_timing is not None:
+            self.offload_timing.read(tell=True)
 
     def sync_prev_onload(self) -> None:
         """Let the compute stream wait for all copies that are on their way."""
@@ -261,7 +264,7 @@ class OffloadManager(PlanningManager):
             if self._depth > 1:
                 return
             tensors = self._require("a pass")
-            if self.phase is Phase.INFERENCE and self.config.enable_diagnostics:
+            if self.phase is Phase.INFERENCE and self.config.records_passes:
                 tensors.timeline.begin_pass()
             elif self.phase is Phase.DISCOVERY and self._outside is None:
                 self._outside = tensors.watch()
@@ -319,7 +322,9 @@ class OffloadManager(PlanningManager):
         if indirect:
             table = tensors.table
             made.replace = lambda t: table.get(id(t), t)
-        if self.phase is Phase.INFERENCE and self.config.enable_diagnostics:
+        if self.config.records_passes:
+            if self.phase is Phase.INFERENCE and not tensors.timeline.in_pass:
+                tensors.timeline.begin_pass()  # one that does not go through the model's forward
             made = tensors.timeline.around(made, label)
         trap: AbstractContextManager[object] = made
         return trap

@@ -12,7 +12,9 @@ from torch import nn
 from modelopt_lite.errors import OffloadError, StrategyComputeError
 from modelopt_lite.offload.device import Device, Event
 from modelopt_lite.offload.diagnostics import log_diagnostics
+from modelopt_lite.offload.instrumentation import Components
 from modelopt_lite.offload.managerstate import DEFAULT_MANAGER_NAME, ManagerState, Phase
+from modelopt_lite.offload.passtiming import OffloadTiming, OffloadTimingReport
 from modelopt_lite.offload.profile_io import (
     Profile,
     profile_folder,
@@ -20,6 +22,7 @@ from modelopt_lite.offload.profile_io import (
     save_profile,
 )
 from modelopt_lite.offload.replan import Replan, StrategyReplanStatus
+from modelopt_lite.offload.tensors import TensorManager
 
 log = logging.getLogger("modelopt_lite.offload")
 
@@ -35,6 +38,8 @@ class PlanningManager(ManagerState):
         self._replan = Replan()
         self._replan_allowed = True
         self._profile: Profile | None = None  # for the next offload()
+        self.components = Components()
+        self.offload_timing: OffloadTiming | None = None
 
     def save_profile(self, dir: Path | str | None = None) -> Path:
         """Write what discovery and profiling found; see `profile_io.save_profile`."""
@@ -141,6 +146,10 @@ class PlanningManager(ManagerState):
             log.warning("manager %s: %s", self.name, note)
         if self.config.enable_diagnostics:
             log_diagnostics(self)
+        if self.config.enable_instrumentation:
+            usage = self.get_gpu_memory_usage()
+            self.components.note(tensors.loader, blocks_bytes=usage.blocks_bytes)
+            self.components.write(self, self.config.instrumentation_output_dir)
 
     def _time(self, label: str, start: Event, end: Event) -> None:
         if not self._suspended:
@@ -156,6 +165,57 @@ class PlanningManager(ManagerState):
             record(label, max(device.elapsed(start, end), 0.0))
         self._pending.clear()
 
+    # --- what is measured in INFERENCE
+
+    def _observe(self, tensors: TensorManager) -> None:
+        """Prepare to tell how the parts were made, and to time passes, as far as is wanted."""
+        self.components = Components()
+        config = {name: getattr(self.config, name) for name in type(self.config).model_fields}
+        self.components.note(self, name=self.name)
+        self.components.note(self.config, **config)
+        self.components.note(self.device, name=self.device.name)
+        self.components.note(tensors, units=[path for path, _ in self.offload_units()])
+        self.components.note(tensors.strategy)
+        if self.config.offload_timing == "off":
+            return
+        if self.config.offload_timing == "cuda_graph" and self.device.torch_device.type != "cuda":
+            log.warning(
+                "manager %s: offload_timing='cuda_graph' has no effect of its own on %s, which has "
+                "no CUDA graphs; passes are measured as with 'eager'",
+                *(self.name, self.device.name),
+            )
+        self.offload_timing = OffloadTiming(tensors.timeline)
+
+    def reset_offload_timing(self) -> None:
+        """Forget the passes that were timed."""
+        if self.offload_timing is not None:
+            self.offload_timing.reset()
+
+    def update_offload_timing(self, replay_generation: int = -1) -> bool:
+        """Read the timings of passes that are done by now; `update_state` does so, too.
+
+        Args:
+            replay_generation: A number >= 0 of the pass: nothing is read twice in a row for one.
+
+        Returns:
+            Whether a pass was added.
+        """
+        return self.offload_timing is not None and self.offload_timing.read(replay_generation)
+
+    def collect_offload_timing(self) -> OffloadTimingReport | None:
+        """Return what was timed; None without ``offload_timing``, or before the first pass."""
+        return None if self.offload_timing is None else self.offload_timing.report()
+
+    def dump_instrumentation(self, dir: Path | str | None = None) -> Path | None:
+        """Write how the parts were made, and what was measured; see `Components.write`.
+
+        Args:
+            dir: None: ``instrumentation_output_dir`` of the configuration.
+        """
+        self._require("dump_instrumentation")
+        return self.components.write(self, dir or self.config.instrumentation_output_dir)
+
     def _forget_timings(self) -> None:
         self._order, self._pending, self._replan = [], [], Replan()
         self._suspended, self._replan_allowed = 0, True
+        self.offload_timing = None

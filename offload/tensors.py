@@ -56,7 +56,8 @@ class TensorManager:
         layer_statistics_collector: Tensors and timings by label.
         ledger: Every byte by tier and owner.
         loader: What brings labels in, in the present phase.
-        plan: What the strategy decided; None before INFERENCE.
+        strategy: What decides on it.
+        plan: What it decided; None before INFERENCE.
         table: In indirect mode, id of a tensor -> its copy on the device, while that is there.
 
     Raises:
@@ -90,7 +91,12 @@ class TensorManager:
         self.table: dict[int, Tensor] = {}
         self.layer_statistics_collector = LayerStatisticsCollector()
         self.ledger = Ledger()
-        self.timeline = Timeline(device)
+        self.timeline = Timeline(device, ranges=config.enable_instrumentation)
+        strategy = config.load_strategy or AdaptiveStrategy(
+            scale=config.transfer_budget_scale, n_blocks=config.num_blocks
+        )
+        assert isinstance(strategy, Strategy)
+        self.strategy = strategy
         self.plan: StrategyResult | None = None
         self.loader: DirectLoader | BlockLoader = DirectLoader(device, {}, self.ledger)
 
@@ -195,10 +201,6 @@ class TensorManager:
             StrategyComputeError: The budget is below what the strategy can reach.
         """
         layers = self._layers(order, budget)
-        strategy = self._config.load_strategy or AdaptiveStrategy(
-            scale=self._config.transfer_budget_scale, n_blocks=self._config.num_blocks
-        )
-        assert isinstance(strategy, Strategy)
         left = None if budget is None else budget - self.resident_bytes
         if left is not None and left <= 0:
             raise StrategyComputeError(
@@ -207,7 +209,7 @@ class TensorManager:
                 smallest_budget=self.resident_bytes + 1,
             )
         try:
-            plan = strategy.compute(layers, self.transfer_curve() or None, left)
+            plan = self.strategy.compute(layers, self.transfer_curve() or None, left)
         except StrategyComputeError as error:
             if error.smallest_budget is None or budget is None:
                 raise
@@ -248,7 +250,7 @@ class TensorManager:
         sizes: dict[int, int] = {}
         for label, block in blocks.items():
             sizes[block] = max(sizes.get(block, 0), self._cargos[label].nbytes)
-        timeline = self.timeline if self._config.enable_diagnostics else None
+        timeline = self.timeline if self._config.records_passes else None
         self.loader = BlockLoader(
             self._device, order, self._cargos, blocks, sizes, self.ledger, timeline
         )

@@ -361,7 +361,5 @@ def test_docs_list_every_field_with_its_default() -> None:
 
 def test_fields_that_this_release_does_not_act_on() -> None:
     assert OffloadConfig().without_effect() == ()
-    config = OffloadConfig(
-        shm_enabled=True, shm_namespace="x", enable_instrumentation=True, offload_timing="eager"
-    )
-    assert config.without_effect() == ("shm_enabled", "enable_instrumentation", "offload_timing")
+    config = OffloadConfig(shm_enabled=True, shm_namespace="x", enable_instrumentation=True)
+    assert config.without_effect() == ("shm_enabled",)
