@@ -224,6 +224,11 @@ class AcceleratorDevice:
             check_timing(event, done=self.query(event))
         return float(self._settled(start).elapsed_time(self._settled(end)))
 
+    def capturing(self) -> bool:
+        """See `Device.capturing`. Accelerators without graphs never are."""
+        ask = getattr(self._module, "is_current_stream_capturing", None)
+        return bool(ask is not None and ask())
+
     def memory_info(self) -> MemoryInfo:
         """See `Device.memory_info`. What torch's allocator holds unused counts as free."""
         ask = getattr(torch.accelerator, "get_memory_info", None) or self._module.mem_get_info

@@ -306,6 +306,12 @@ class OffloadManager(PlanningManager):
         self.check_thread()
         tensors = self._require("trap")
         assert self._device is not None
+        if tensors.moves(label) and self._device.capturing():
+            raise OffloadError(
+                f"a graph is being captured through {label!r}, whose weights are brought in by "
+                "copies that a replay would not repeat; capture what a unit computes instead, with "
+                "compile_fn"
+            )
         self._notice_alone(label)
         indirect = self.config.profile_mode == "torch_function"
         loader = tensors.loader

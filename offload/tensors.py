@@ -110,6 +110,10 @@ class TensorManager:
         """Ids of the tensors that labels bring in."""
         return frozenset(id(m.tensor) for ms in self._by_label.values() for m in ms)
 
+    def moves(self, label: str) -> bool:
+        """Whether a label has weights that are brought in."""
+        return label in self._cargos
+
     @property
     def resident_bytes(self) -> int:
         """Bytes of weights and buffers that stay on the device whatever the strategy."""

@@ -223,3 +223,35 @@ def test_statistics_of_times() -> None:
     found = TimingStatistics.of([1.0, 2.0, 6.0])
     assert (found.count, found.min, found.max, found.avg, found.median) == (3, 1.0, 6.0, 3.0, 2.0)
     assert found.std == pytest.approx((14 / 3) ** 0.5)
+
+
+def test_timing_of_graphs_is_that_of_passes_where_there_are_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Stack(3)
+    for timing, told in (("cuda_graph", True), ("eager", False)):
+        caplog.clear()
+        with offloaded(model, "host", load_strategy=Everything(), offload_timing=timing) as manager:
+            for _ in range(5):
+                model(IDS)
+            manager.device.synchronize()
+            manager.update_offload_timing()
+            report = manager.collect_offload_timing()
+            assert report is not None
+            assert report.passes == 2
+        assert ("has no effect of its own on host" in caplog.text) is told
+
+
+def test_the_capture_of_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack(3)
+    expected = model(IDS)
+    keep = Everything(2, keep=lambda name: name.startswith("embed"))
+    with offloaded(model, "host", load_strategy=keep) as manager:
+        for _ in range(4):
+            model(IDS)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(manager.device), "capturing", lambda device: True)
+            model.embed(IDS)  # stays on the device: nothing is copied
+            with pytest.raises(OffloadError, match=r"captured through 'layers\.0'.*compile_fn"):
+                model(IDS)
+        assert_same(model(IDS), expected)
