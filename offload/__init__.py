@@ -89,6 +89,9 @@ if TYPE_CHECKING:
         Selection,
         select,
     )
+    from modelopt_lite.offload.sharedfile import (
+        cleanup_unused,
+    )
     from modelopt_lite.offload.tensors import (
         TensorManager,
     )
@@ -116,6 +119,7 @@ _WHERE = {
     "TensorManager": "tensors",
     "Unit": "units",
     "WeightStore": "units",
+    "cleanup_unused": "sharedfile",
     "clear_profiling_durations": "api",
     "collect_offload_timing": "api",
     "current_device": "device",
@@ -168,6 +172,7 @@ __all__ = [
     "TensorManager",
     "Unit",
     "WeightStore",
+    "cleanup_unused",
     "clear_profiling_durations",
     "collect_offload_timing",
     "current_device",

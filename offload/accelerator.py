@@ -241,20 +241,25 @@ class AcceleratorDevice:
         """See `Device.pin`.
 
         ``host_register`` pins the memory where it is, so that it costs no second copy and no
-        rounding up to a power of two; where that fails, a warning, and a pinned copy.
+        rounding up to a power of two; where that fails, a warning, and a pinned copy. ``in_place``
+        makes no copy then either: the tensor stays as it is.
         """
         if tensor.is_pinned():
             return tensor
-        if mode == "host_register":
+        if mode != "torch":
             if self._register(tensor):
                 return tensor
+            instead = {
+                "host_register": "they are copied to pinned memory, see pinned_memory_mode",
+                "in_place": "copies from them will block",
+            }[mode]
             warnings.warn(
                 f"{self.name}: {tensor.nbytes} bytes of host memory cannot be pinned in place; "
-                "they are copied to pinned memory, see pinned_memory_mode",
+                f"{instead}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return tensor.pin_memory()
+        return tensor if mode == "in_place" else tensor.pin_memory()
 
     def close(self) -> None:
         """See `Device.close`. Memory pinned in place is unpinned."""

@@ -7,7 +7,7 @@ device, and otherwise the view of host memory (or of the mapped file) that holds
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,6 +103,10 @@ class Cargo:
     def versions(self) -> tuple[int, ...]:
         """Of each tensor; another answer than before means that values were changed in place."""
         return tuple(managed.version for managed in self.tensors)
+
+    def copies(self, block: Tensor) -> Iterator[tuple[Tensor, CopySource]]:
+        """Yield what to copy to which part of a block."""
+        yield block[: self.nbytes], self.source
 
     def views(self, block: Tensor) -> tuple[Tensor, ...]:
         """Return each tensor's part of a block that holds the cargo's bytes."""

@@ -170,13 +170,6 @@ class OffloadConfig(BaseModel):
         timed = self.offload_timing != "off"
         return timed or self.enable_diagnostics or self.enable_instrumentation
 
-    def without_effect(self) -> tuple[str, ...]:
-        """Return the names of fields that were set and that this release does not act on."""
-        asked = {
-            "shm_enabled": self.shm_enabled,
-        }
-        return tuple(name for name, on in asked.items() if on)
-
     def _problems(self) -> Iterable[str | bool]:
         """Yield what is wrong with values beside each other; false where nothing is."""
         mode, timing = self.transfer_mode, self.offload_timing

@@ -40,7 +40,7 @@ __all__ = [
     "current_device",
 ]
 
-PinMode = Literal["torch", "host_register"]
+PinMode = Literal["torch", "host_register", "in_place"]
 
 
 class MemoryInfo(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,10 @@ from modelopt_lite.offload.disk import BlockSource, DiskWeights, disk_weights
 from modelopt_lite.offload.hostmemory import host_memory
 from modelopt_lite.offload.lazyparam import LazyParameter
 from modelopt_lite.offload.selection import Selection
+from modelopt_lite.offload.sharedcargo import SharedTensorManager
 from modelopt_lite.offload.tensors import TensorManager
+
+log = logging.getLogger("modelopt_lite.offload")
 
 if TYPE_CHECKING:
     _Base = Cargo
@@ -145,6 +149,12 @@ def make_tensor_manager(
 ) -> TensorManager:
     """Return the manager of a model's tensors, by where its weights are."""
     weights = disk_weights(model)
-    if weights is None:
-        return TensorManager(model, selection, config, device)
-    return DiskTensorManager(model, selection, config, device, weights)
+    if weights is not None:
+        if config.shm_enabled:
+            log.warning(
+                "shm_enabled has no effect on weights on disk: processes share the pages of the "
+                "checkpoint's files already"
+            )
+        return DiskTensorManager(model, selection, config, device, weights)
+    kind = SharedTensorManager if config.shm_enabled else TensorManager
+    return kind(model, selection, config, device)

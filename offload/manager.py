@@ -377,8 +377,6 @@ class OffloadManager(PlanningManager):
         self.on_compute(label)
 
     def _tell_and_check(self, selection: Selection) -> None:
-        for field in self.config.without_effect():
-            log.warning("manager %s: %s has no effect in this release", self.name, field)
         for note in selection.warnings:
             log.log(logging.getLevelName(note.level), "manager %s: %s", self.name, note.message)
         manual = not self.config.include_patterns

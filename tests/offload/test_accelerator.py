@@ -296,6 +296,11 @@ def test_pinning(fake: FakeTorch, device: AcceleratorDevice) -> None:
     other = full(2)
     with pytest.warns(RuntimeWarning, match="Fake 1: 4096 bytes .* pinned_memory_mode"):
         assert device.pin(other, "host_register").data_ptr() in fake.pinned
+    with pytest.warns(RuntimeWarning, match="copies from them will block"):
+        assert device.pin(other, "in_place") is other
+    fake.refuse_register = False
+    assert device.pin(other, "in_place") is other
+    assert other.data_ptr() in fake.registered
     device.close()
     assert not fake.registered
     device.close()
