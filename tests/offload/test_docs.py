@@ -60,7 +60,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "checkpoint/config.json").write_text("{}")
     inputs = torch.arange(8).reshape(2, 4)
     expected = model(inputs)
-    names = {"model": model, "inputs": inputs, "Model": Model}
+    names = {"model": model, "inputs": inputs, "Model": Model, "torch": torch}
     languages = [language for language, _ in examples()]
     assert languages.count("python") >= 12
     assert set(languages) == {"python", "yaml", "bash"}
