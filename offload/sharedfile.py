@@ -1,10 +1,11 @@
 """A file in shared memory that several processes map: one copy of the weights on a machine.
 
-Who may do what is settled by locks of the system (``flock``), which end with the process that holds
-them, however it ends. The exclusive lock writes the file; the shared one uses it. Whoever ends and
-gets the exclusive lock was the last, and removes the file; one that was killed leaves it to the
-next process that shares weights, which removes what nobody uses. A file whose first page does not
-say that it is complete was never finished, and is written anew.
+Who may do what is settled by locks of the system, which end with the process that holds them,
+however it ends. Each user has a shared lock (``flock``) on the file. Whoever ends and gets the
+exclusive one was the last, and removes the file; one that was killed leaves that to the next
+process that shares weights, which removes what nobody uses. A second lock, for writing (an open
+file description lock, ``fcntl``), lets one user at a time fill the file; who gets it and finds a
+first page that does not say that the file is complete does so, be it after one that was killed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import struct
 import time
 import weakref
 from pathlib import Path
@@ -60,10 +62,11 @@ class SharedFile:
         self.path = FOLDER / f"{_prefix()}{_short(namespace)}-{self._digest[:32]}"
         self._size = HEADER + nbytes
         cleanup_unused(keep=self.path)
-        self._file, self.writing = self._open(wait_timeout)
+        self._file = self._open()
         self._finalizer = weakref.finalize(self, _leave, self._file, self.path, os.getpid())
         try:
             self._written: Tensor | None = None
+            self.writing = self._must_write(wait_timeout)
             if self.writing:
                 self._reserve()
                 self._written = self._map(mmap.MAP_SHARED)
@@ -83,7 +86,7 @@ class SharedFile:
             self._written = None
             os.pwrite(self._file, self._mark, 0)
             self.writing = False
-            fcntl.flock(self._file, fcntl.LOCK_SH)
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK))
 
     def close(self) -> None:
         """Stop to use the file, and remove it where nobody else does. What is mapped stays so."""
@@ -94,43 +97,41 @@ class SharedFile:
         """The beginning of a complete file."""
         return _MAGIC + self._digest.encode() + b"\n"
 
-    def _open(self, timeout: float) -> tuple[int, bool]:
-        """Return the file with a lock on it, and whether that is the one to write."""
-        deadline = time.monotonic() + timeout if timeout else None
+    def _open(self) -> int:
+        """Open the file and become one of its users."""
         while True:
             try:
                 file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             except OSError as error:
                 raise OffloadError(f"{self.path} cannot be shared: {error}") from error
-            try:
-                alone = _try_lock(file, fcntl.LOCK_EX)
-                if not alone:
-                    self._wait(file, deadline)
-                # Not where its last user has removed it since, or its writer has died.
-                if _is_at(file, self.path) and (alone or self._is_complete(file)):
-                    if not (writing := not self._is_complete(file)):
-                        fcntl.flock(file, fcntl.LOCK_SH)
-                    return file, writing
-            except BaseException:
-                os.close(file)
-                raise
-            os.close(file)
-            time.sleep(_POLL_SECONDS)
-
-    def _wait(self, file: int, deadline: float | None) -> None:
-        if deadline is None:
             fcntl.flock(file, fcntl.LOCK_SH)
-            return
-        while not _try_lock(file, fcntl.LOCK_SH):
+            if _is_at(file, self.path):
+                return file
+            os.close(file)  # its last user has removed it meanwhile
+
+    def _must_write(self, timeout: float) -> bool:
+        """Wait for whoever writes; return whether that is left to this process, as the only one."""
+        deadline = time.monotonic() + timeout
+        if not timeout:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW, _lock(fcntl.F_WRLCK))
+        while timeout and not self._try_to_write():
             if time.monotonic() >= deadline:
                 raise OffloadError(
                     f"another process still writes {self.path}; raise shm_wait_timeout, or set it "
                     "to 0 to wait as long as that one lives"
                 )
             time.sleep(_POLL_SECONDS)
+        if os.pread(self._file, len(self._mark), 0) != self._mark:
+            return True
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK))
+        return False
 
-    def _is_complete(self, file: int) -> bool:
-        return os.pread(file, len(self._mark), 0) == self._mark
+    def _try_to_write(self) -> bool:
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK))
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
 
     def _reserve(self) -> None:
         """Have all memory at once: later, a lack of it would end the process without a word."""
@@ -193,21 +194,20 @@ def _leave(file: int, path: Path, process: int) -> bool:
     """
     removed = False
     try:
-        last = os.getpid() == process and _try_lock(file, fcntl.LOCK_EX)
-        if last and _is_at(file, path):
-            path.unlink()
-            removed = True
+        if os.getpid() == process:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if removed := _is_at(file, path):
+                path.unlink()
+    except BlockingIOError:
+        pass  # someone uses it
     finally:
         os.close(file)
     return removed
 
 
-def _try_lock(file: int, kind: int) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _lock(kind: int) -> bytes:
+    """Return a ``struct flock`` for the whole file."""
+    return struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0)
 
 
 def _is_at(file: int, path: Path) -> bool:

@@ -379,3 +379,38 @@ def test_processes_keep_one_copy_and_survive_each_others_deaths() -> None:
         for worker in workers:
             worker.process.kill()
             worker.process.wait()
+
+
+def come_and_go(seed: int) -> None:
+    """Share and leave many times; die in the middle of it at last."""
+    random = torch.Generator().manual_seed(seed)
+    wanted = torch.arange(256, dtype=torch.uint8).repeat(64)
+    for _ in range(40):
+        file = shared("race", wanted.numel())
+        if file.writing:
+            file.write(0, wanted[:5000])
+            file.write(5000, wanted[5000:])
+            file.complete()
+        if not torch.equal(file.bytes, wanted):
+            os._exit(1)
+        if torch.rand((), generator=random) < 0.7:
+            file.close()
+    file = shared("last", wanted.numel())
+    if file.writing:
+        file.write(0, wanted[:5000])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_processes_come_and_go_and_nobody_reads_half_a_file() -> None:
+    children = []
+    for seed in range(4):
+        child = os.fork()
+        if not child:
+            come_and_go(seed)
+        children.append(child)
+    for child in children:
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert len(files()) <= 2
+    last = shared("last", 64 * 256)
+    assert last.writing  # none of them has completed it
+    last.close()
