@@ -76,12 +76,14 @@ class SharedTensorManager(TensorManager):
         self._file: SharedFile | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)  # the file's, pinned where need be
         self._starts: dict[int, int] = {}
+        self._known: set[int] = set()  # tensors that had the shared values once
         self._private = _private(self._config, self._device)
 
     def release(self, *, keep: bool = True) -> None:
         """See `TensorManager.release`."""
         super().release(keep=keep)
         self._starts.clear()
+        self._known.clear()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -129,6 +131,7 @@ class SharedTensorManager(TensorManager):
             label, tuple(managed), offsets, size, self._bytes, resting, starts, self._private
         )
         cargo.unbind()
+        self._known |= {id(m.tensor) for m in managed}
         return cargo
 
     def _rest(self, managed: Managed, start: int) -> Tensor:
@@ -143,7 +146,11 @@ class SharedTensorManager(TensorManager):
                 count = span_bytes(value) // value.element_size()
                 flat = value.as_strided((count,), (1,)).cpu().view(torch.uint8)
                 self._file.write(start, flat)
-            elif differs(view, value):
+            elif not differs(view, value):
+                pass
+            elif self._private and id(managed.tensor) in self._known:
+                view.copy_(value)  # changed by this process, while it was on the device
+            else:
                 raise OffloadError(
                     f"{managed.name!r} has other values in this process than in the weights that "
                     f"are shared as {self._config.shm_namespace!r}; give other weights a "

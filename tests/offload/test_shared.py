@@ -119,6 +119,27 @@ def test_two_users_one_file() -> None:
     assert_same(two(IDS), expected)
 
 
+def test_what_changed_on_the_device_goes_to_no_other_process() -> None:
+    one, two = stack(), stack()
+    first = sharing(one, Everything(2, keep=lambda name: "up" in name))
+    second = sharing(two)
+    for _ in range(4):
+        expected = two(IDS)
+        one(IDS)
+    one.layers[1].up.weight.mul_(3)
+    changed = one(IDS)
+    tensors_of(first).strategy = Everything(2)
+    for _ in range(first.request_strategy_replan()):
+        assert_same(one(IDS), changed)
+    assert first.strategy_replan_status.applied
+    assert "layers.1.up.weight" in {m.name for m in tensors_of(first)._cargos["layers.1"].tensors}
+    assert_same(one(IDS), changed)
+    assert_same(two(IDS), expected)
+    first.release()
+    assert_same(one(IDS), changed)
+    second.release()
+
+
 def test_other_values_are_refused_and_other_shapes_are_another_file() -> None:
     first = sharing(stack())
     other = stack()
