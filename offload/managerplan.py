@@ -57,7 +57,7 @@ class PlanningManager(ManagerState):
             OffloadError: No model; no profile; it is damaged, or another model's: the message
                 names the first difference. Patterns, device and torch are compared at `offload`.
         """
-        model = model or self.model
+        model = self.model if model is None else model
         if model is None:
             raise OffloadError(
                 f"manager {self.name!r} has no model to load a profile for; give load_profile() one"
