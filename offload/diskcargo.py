@@ -16,7 +16,6 @@ from modelopt_lite.offload.disk import BlockSource, DiskWeights, disk_weights
 from modelopt_lite.offload.hostmemory import host_memory
 from modelopt_lite.offload.lazyparam import LazyParameter
 from modelopt_lite.offload.selection import Selection
-from modelopt_lite.offload.sharedcargo import SharedTensorManager
 from modelopt_lite.offload.tensors import TensorManager
 
 log = logging.getLogger("modelopt_lite.offload")
@@ -156,5 +155,8 @@ def make_tensor_manager(
                 "checkpoint's files already"
             )
         return DiskTensorManager(model, selection, config, device, weights)
-    kind = SharedTensorManager if config.shm_enabled else TensorManager
-    return kind(model, selection, config, device)
+    if config.shm_enabled:
+        from modelopt_lite.offload.sharedcargo import SharedTensorManager  # needs a POSIX system
+
+        return SharedTensorManager(model, selection, config, device)
+    return TensorManager(model, selection, config, device)
