@@ -224,6 +224,11 @@ class AcceleratorDevice:
             check_timing(event, done=self.query(event))
         return float(self._settled(start).elapsed_time(self._settled(end)))
 
+    def capturing(self) -> bool:
+        """See `Device.capturing`. Accelerators without graphs never are."""
+        ask = getattr(self._module, "is_current_stream_capturing", None)
+        return bool(ask is not None and ask())
+
     def memory_info(self) -> MemoryInfo:
         """See `Device.memory_info`. What torch's allocator holds unused counts as free."""
         ask = getattr(torch.accelerator, "get_memory_info", None) or self._module.mem_get_info
@@ -236,20 +241,25 @@ class AcceleratorDevice:
         """See `Device.pin`.
 
         ``host_register`` pins the memory where it is, so that it costs no second copy and no
-        rounding up to a power of two; where that fails, a warning, and a pinned copy.
+        rounding up to a power of two; where that fails, a warning, and a pinned copy. ``in_place``
+        makes no copy then either: the tensor stays as it is.
         """
         if tensor.is_pinned():
             return tensor
-        if mode == "host_register":
+        if mode != "torch":
             if self._register(tensor):
                 return tensor
+            instead = {
+                "host_register": "they are copied to pinned memory, see pinned_memory_mode",
+                "in_place": "copies from them will block",
+            }[mode]
             warnings.warn(
                 f"{self.name}: {tensor.nbytes} bytes of host memory cannot be pinned in place; "
-                "they are copied to pinned memory, see pinned_memory_mode",
+                f"{instead}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return tensor.pin_memory()
+        return tensor if mode == "in_place" else tensor.pin_memory()
 
     def close(self) -> None:
         """See `Device.close`. Memory pinned in place is unpinned."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 from torch import nn
 
@@ -13,7 +14,9 @@ from modelopt_lite.offload.manager import (
     GPUMemoryUsage,
     OffloadManager,
 )
+from modelopt_lite.offload.passtiming import OffloadTimingReport
 from modelopt_lite.offload.patching import CompileFn
+from modelopt_lite.offload.profile_io import Profile
 from modelopt_lite.offload.replan import StrategyReplanStatus
 
 _managers: dict[str, OffloadManager] = {}
@@ -70,9 +73,62 @@ def offload(
     return get_offload_manager(name).offload(model, config, compile_fn=compile_fn)
 
 
-def release(name: str = DEFAULT_MANAGER_NAME) -> None:
-    """Leave the model of a manager exactly as it was."""
-    get_offload_manager(name).release()
+def release(name: str = DEFAULT_MANAGER_NAME, *, preserve_model: bool = True) -> None:
+    """Leave the model of a manager exactly as it was; or without values, where not preserved."""
+    get_offload_manager(name).release(preserve_model=preserve_model)
+
+
+def save_profile(dir: Path | str | None = None, name: str = DEFAULT_MANAGER_NAME) -> Path:
+    """Write what discovery and profiling found, to begin with it another time.
+
+    Args:
+        dir: A folder, made where it does not exist. None: ``profile_storage_dir``.
+        name: Of the manager.
+
+    Returns:
+        The file, ``profile.json``.
+
+    Raises:
+        OffloadConfigError: No folder, or ``profile_read_only``.
+        OffloadError: Before INFERENCE.
+    """
+    return get_offload_manager(name).save_profile(dir)
+
+
+def load_profile(
+    dir: Path | str | None = None,
+    model: nn.Module | None = None,
+    name: str = DEFAULT_MANAGER_NAME,
+) -> None:
+    """Let the next `offload` begin in INFERENCE; see `OffloadManager.load_profile`."""
+    get_offload_manager(name).load_profile(dir, model)
+
+
+def offload_from_profile(
+    model: nn.Module,
+    profile_directory: Path | str | None = None,
+    config: OffloadConfig | None = None,
+    name: str = DEFAULT_MANAGER_NAME,
+    compile_fn: CompileFn | None = None,
+) -> nn.Module:
+    """Offload and begin in INFERENCE, without a pass; see `OffloadManager.offload_from_profile`."""
+    manager = get_offload_manager(name)
+    return manager.offload_from_profile(model, profile_directory, config, compile_fn=compile_fn)
+
+
+def offload_from_state(
+    model: nn.Module,
+    state: Profile,
+    config: OffloadConfig | None = None,
+    name: str = DEFAULT_MANAGER_NAME,
+    *,
+    allow_strategy_replan: bool = True,
+) -> nn.Module:
+    """Do so with a profile in memory; see `OffloadManager.offload_from_state`."""
+    manager = get_offload_manager(name)
+    return manager.offload_from_state(
+        model, state, config, allow_strategy_replan=allow_strategy_replan
+    )
 
 
 def offload_block(
@@ -97,9 +153,9 @@ def get_gpu_memory_usage(name: str = DEFAULT_MANAGER_NAME) -> GPUMemoryUsage:
     return get_offload_manager(name).get_gpu_memory_usage()
 
 
-def update_state(name: str = DEFAULT_MANAGER_NAME) -> None:
+def update_state(name: str = DEFAULT_MANAGER_NAME, *, replay_generation: int = -1) -> None:
     """Count one pass that did not go through the root model's forward."""
-    get_offload_manager(name).update_state()
+    get_offload_manager(name).update_state(replay_generation=replay_generation)
 
 
 def request_strategy_replan(
@@ -138,3 +194,25 @@ def clear_profiling_durations(name: str = DEFAULT_MANAGER_NAME) -> None:
 def sync_prev_onload(name: str = DEFAULT_MANAGER_NAME) -> None:
     """Let the compute stream wait for all copies that are on their way."""
     get_offload_manager(name).sync_prev_onload()
+
+
+def reset_offload_timing(name: str = DEFAULT_MANAGER_NAME) -> None:
+    """Forget the passes that were timed."""
+    get_offload_manager(name).reset_offload_timing()
+
+
+def update_offload_timing(replay_generation: int = -1, name: str = DEFAULT_MANAGER_NAME) -> bool:
+    """Read the timings of passes that are done by now; return whether there was one."""
+    return get_offload_manager(name).update_offload_timing(replay_generation)
+
+
+def collect_offload_timing(name: str = DEFAULT_MANAGER_NAME) -> OffloadTimingReport | None:
+    """Return what was timed in INFERENCE; None where nothing was."""
+    return get_offload_manager(name).collect_offload_timing()
+
+
+def dump_instrumentation(
+    dir: Path | str | None = None, name: str = DEFAULT_MANAGER_NAME
+) -> Path | None:
+    """Write how the parts of a manager were made, and what was measured, as JSON."""
+    return get_offload_manager(name).dump_instrumentation(dir)

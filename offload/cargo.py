@@ -7,11 +7,12 @@ device, and otherwise the view of host memory (or of the mapped file) that holds
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from modelopt_lite.offload.device import CopySource, new_buffer
 from modelopt_lite.offload.ledger import Tier
@@ -103,6 +104,10 @@ class Cargo:
         """Of each tensor; another answer than before means that values were changed in place."""
         return tuple(managed.version for managed in self.tensors)
 
+    def copies(self, block: Tensor) -> Iterator[tuple[Tensor, CopySource]]:
+        """Yield what to copy to which part of a block."""
+        yield block[: self.nbytes], self.source
+
     def views(self, block: Tensor) -> tuple[Tensor, ...]:
         """Return each tensor's part of a block that holds the cargo's bytes."""
         with torch.inference_mode(False):
@@ -189,3 +194,26 @@ class IndirectCargo(Cargo):
         """Take them out again."""
         for managed in self.tensors:
             self.table.pop(id(managed.tensor), None)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's values are bytes of one storage."""
+    return tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+def can_move(tensor: Tensor) -> bool:
+    """Whether a tensor can go to a block."""
+    return is_plain(tensor) and tensor.numel() > 0
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def differs(tensor: Tensor, value: Tensor) -> bool:
+    """Whether values are not the same bytes; NaN equals itself."""
+    one, other = tensor.data.to(value.device), value
+    return not torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )

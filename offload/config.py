@@ -164,14 +164,11 @@ class OffloadConfig(BaseModel):
             raise ValueError("; ".join(problems))
         return self
 
-    def without_effect(self) -> tuple[str, ...]:
-        """Return the names of fields that were set and that this release does not act on."""
-        asked = {
-            "shm_enabled": self.shm_enabled,
-            "enable_instrumentation": self.enable_instrumentation,
-            "offload_timing": self.offload_timing != "off",
-        }
-        return tuple(name for name, on in asked.items() if on)
+    @property
+    def records_passes(self) -> bool:
+        """Whether something wants to know when units are copied, computed and waited for."""
+        timed = self.offload_timing != "off"
+        return timed or self.enable_diagnostics or self.enable_instrumentation
 
     def _problems(self) -> Iterable[str | bool]:
         """Yield what is wrong with values beside each other; false where nothing is."""

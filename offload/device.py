@@ -40,7 +40,7 @@ __all__ = [
     "current_device",
 ]
 
-PinMode = Literal["torch", "host_register"]
+PinMode = Literal["torch", "host_register", "in_place"]
 
 
 class MemoryInfo(NamedTuple):
@@ -137,6 +137,9 @@ class Device(Protocol):
 
     def elapsed(self, start: Event, end: Event) -> float:
         """Return milliseconds between two timing events that are both done."""
+
+    def capturing(self) -> bool:
+        """Whether the compute stream is recorded into a graph now, instead of run."""
 
     def memory_info(self) -> MemoryInfo:
         """Return free and total bytes."""
@@ -250,6 +253,10 @@ class HostDevice:
         for event in (start, end):
             check_timing(event, done=self.query(event))
         return (_host_event(end).time - _host_event(start).time) * 1e3
+
+    def capturing(self) -> bool:
+        """See `Device.capturing`."""
+        return False
 
     def memory_info(self) -> MemoryInfo:
         """See `Device.memory_info`. With a capacity, what is left of it."""

@@ -21,7 +21,7 @@ from modelopt_lite.offload.stats import TransferCurve
 from modelopt_lite.offload.tensors import TensorManager
 
 if TYPE_CHECKING:
-    from modelopt_lite.offload.manager import OffloadManager  # which logs these tables
+    from modelopt_lite.offload.managerstate import ManagerState  # which logs these tables
 
 log = logging.getLogger("modelopt_lite.offload.diagnostics")
 
@@ -57,7 +57,7 @@ class UnitRow:
     stall_ms: float
 
 
-def unit_rows(manager: OffloadManager) -> list[UnitRow]:
+def unit_rows(manager: ManagerState) -> list[UnitRow]:
     """Return a row for each label, in the order of a pass.
 
     Raises:
@@ -134,7 +134,7 @@ def ledger_table(ledger: Ledger) -> Table:
     return table
 
 
-def diagnostics(manager: OffloadManager) -> RenderableType:
+def diagnostics(manager: ManagerState) -> RenderableType:
     """Return all tables of a manager, to print with rich.
 
     Raises:
@@ -160,7 +160,7 @@ def diagnostics(manager: OffloadManager) -> RenderableType:
     )
 
 
-def diagnostics_text(manager: OffloadManager, *, width: int = 140) -> str:
+def diagnostics_text(manager: ManagerState, *, width: int = 140) -> str:
     """Return `diagnostics` as plain text."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as captured:
@@ -168,7 +168,7 @@ def diagnostics_text(manager: OffloadManager, *, width: int = 140) -> str:
     return captured.get()
 
 
-def log_diagnostics(manager: OffloadManager) -> None:
+def log_diagnostics(manager: ManagerState) -> None:
     """Log `diagnostics_text` to ``modelopt_lite.offload.diagnostics``, at INFO.
 
     The logger gets a handler of its own where nothing would show its records.
@@ -180,7 +180,7 @@ def log_diagnostics(manager: OffloadManager) -> None:
     log.info("%s", diagnostics_text(manager))
 
 
-def write_trace(manager: OffloadManager, path: Path | str) -> Path:
+def write_trace(manager: ManagerState, path: Path | str) -> Path:
     """Write the copies and computes of the last passes as a Chrome trace; ui.perfetto.dev opens it.
 
     Raises:
@@ -215,7 +215,7 @@ def _counts(tensors: TensorManager) -> str:
     )
 
 
-def _tensors(manager: OffloadManager) -> TensorManager:
+def _tensors(manager: ManagerState) -> TensorManager:
     tensors = manager.get_tensor_manager()
     if tensors is None:
         raise OffloadError(f"manager {manager.name!r} has nothing to tell of: call offload() first")

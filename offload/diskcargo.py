@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from modelopt_lite.offload.hostmemory import host_memory
 from modelopt_lite.offload.lazyparam import LazyParameter
 from modelopt_lite.offload.selection import Selection
 from modelopt_lite.offload.tensors import TensorManager
+
+log = logging.getLogger("modelopt_lite.offload")
 
 if TYPE_CHECKING:
     _Base = Cargo
@@ -94,9 +97,9 @@ class DiskTensorManager(TensorManager):
         self._curve = {size: ms / part for part, size in sizes.items()}
         return self._curve
 
-    def release(self) -> None:
+    def release(self, *, keep: bool = True) -> None:
         """See `TensorManager.release`. What was read in rests on disk again."""
-        super().release()
+        super().release(keep=keep)
         for tensor, _, _ in list(self._read_in.values()):
             self._rest(tensor)
 
@@ -128,6 +131,9 @@ class DiskTensorManager(TensorManager):
         self._read_in[id(tensor)] = (tensor, resting, tensor._version)
         self.ledger.add("device", owner, resting.nbytes)
 
+    def _rests_on_disk(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._read_in or self._weights.covers(tensor)
+
     def _rest(self, tensor: Tensor) -> None:
         """Let what was read in rest on disk again; changed values go on in memory."""
         _, resting, version = self._read_in.pop(id(tensor), (tensor, None, 0))
@@ -142,6 +148,15 @@ def make_tensor_manager(
 ) -> TensorManager:
     """Return the manager of a model's tensors, by where its weights are."""
     weights = disk_weights(model)
-    if weights is None:
-        return TensorManager(model, selection, config, device)
-    return DiskTensorManager(model, selection, config, device, weights)
+    if weights is not None:
+        if config.shm_enabled:
+            log.warning(
+                "shm_enabled has no effect on weights on disk: processes share the pages of the "
+                "checkpoint's files already"
+            )
+        return DiskTensorManager(model, selection, config, device, weights)
+    if config.shm_enabled:
+        from modelopt_lite.offload.sharedcargo import SharedTensorManager  # needs a POSIX system
+
+        return SharedTensorManager(model, selection, config, device)
+    return TensorManager(model, selection, config, device)

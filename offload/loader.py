@@ -216,9 +216,9 @@ class BlockLoader:
             self._device.wait(block.last_use, self._stream)
         block.content = None
         versions = cargo.versions
-        target = block.memory[: cargo.nbytes]
         with self._span(cargo, block):
-            self._device.copy(target, cargo.source, self._stream, label=cargo.label)
+            for target, source in cargo.copies(block.memory):
+                self._device.copy(target, source, self._stream, label=cargo.label)
         self._device.record(block.ready, self._stream)
         block.content, block.versions = cargo.label, versions
         self._count(cargo)
@@ -311,7 +311,8 @@ def bring_apart(device: Device, ledger: Ledger, cargo: Cargo) -> Tensor:
     """Copy a cargo to memory of its own, before the caller's next operation."""
     own = device.allocate(cargo.nbytes)
     try:
-        device.copy(own, cargo.source, None, label=cargo.label)
+        for target, source in cargo.copies(own):
+            device.copy(target, source, None, label=cargo.label)
     except BaseException:
         device.free(own)
         raise

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from modelopt_lite.errors import OffloadError, StrategyComputeError
+from modelopt_lite.errors import OffloadError
 from modelopt_lite.offload.config import OffloadConfig
-from modelopt_lite.offload.device import Device, Event, current_device
-from modelopt_lite.offload.diagnostics import log_diagnostics
+from modelopt_lite.offload.device import Device, current_device
 from modelopt_lite.offload.discovery import ModuleTracker, OutsideReads
 from modelopt_lite.offload.diskcargo import make_tensor_manager
-from modelopt_lite.offload.managerstate import (
-    DEFAULT_MANAGER_NAME,
-    GPUMemoryUsage,
-    ManagerState,
-    Phase,
-)
+from modelopt_lite.offload.managerplan import PlanningManager
+from modelopt_lite.offload.managerstate import DEFAULT_MANAGER_NAME, GPUMemoryUsage, Phase
 from modelopt_lite.offload.patching import CompileFn, Patches, uncompiled
-from modelopt_lite.offload.replan import Replan, StrategyReplanStatus
+from modelopt_lite.offload.profile_io import Profile, profile_folder, read_profile
 from modelopt_lite.offload.selection import Selection, select
 from modelopt_lite.offload.traps import (
     Trap,
@@ -45,16 +41,13 @@ log = logging.getLogger("modelopt_lite.offload")
 _RUNS_ALONE = 3  # times that a unit runs outside of the model's forward before that is told
 
 
-class OffloadManager(ManagerState):
+class OffloadManager(PlanningManager):
     """Offloads one model. For arguments and attributes see `ManagerState`."""
 
     def __init__(self, name: str = DEFAULT_MANAGER_NAME, *, device: Device | None = None) -> None:
         super().__init__(name, device=device)
-        self._suspended = self._depth = 0
-        self._order: list[str] = []
-        self._pending: list[tuple[str, Event, Event]] = []
+        self._depth = 0
         self._patches = Patches()
-        self._replan = Replan()
         self._outside: OutsideReads | None = None
         self._tracker: ModuleTracker | None = None
         self._alone: Counter[str] = Counter()
@@ -77,6 +70,66 @@ class OffloadManager(ManagerState):
             OffloadError: Nothing can be offloaded, the model is compiled as a whole, it is
                 offloaded by another manager, or this manager has a model already.
         """
+        profile, self._profile = self._profile, None
+        return self._offload(model, config, compile_fn, profile)
+
+    def offload_from_profile(
+        self,
+        model: nn.Module,
+        profile_directory: Path | str | None = None,
+        config: OffloadConfig | None = None,
+        *,
+        compile_fn: CompileFn | None = None,
+    ) -> nn.Module:
+        """Offload a model and begin in INFERENCE, with the timings of an earlier run.
+
+        The plan is made anew from them, for the budget and strategy of this configuration.
+
+        Args:
+            model: As for `offload`.
+            profile_directory: None: ``profile_storage_dir`` of the configuration.
+            config: None keeps the manager's.
+            compile_fn: As for `offload`.
+
+        Raises:
+            OffloadError: There is no profile, or it does not fit (the message names the first
+                difference); the model is left as it was. Or as in `offload`.
+            StrategyComputeError: The budget cannot be met.
+        """
+        profile = read_profile(profile_folder(config or self.config, profile_directory))
+        return self._offload(model, config, compile_fn, profile)
+
+    def offload_from_state(
+        self,
+        model: nn.Module,
+        state: Profile,
+        config: OffloadConfig | None = None,
+        *,
+        allow_strategy_replan: bool = True,
+    ) -> nn.Module:
+        """Do the same with a profile in memory, as `Profile.of` gathers it from another manager.
+
+        Args:
+            model: Its tensors may be in host memory or on the device already.
+            state: What is known of it.
+            config: None keeps the manager's.
+            allow_strategy_replan: Whether `request_strategy_replan` may change the plan later.
+
+        Raises:
+            OffloadError: As in `offload_from_profile`.
+            StrategyComputeError: As there.
+        """
+        self._offload(model, config, None, state)
+        self._replan_allowed = allow_strategy_replan
+        return model
+
+    def _offload(
+        self,
+        model: nn.Module,
+        config: OffloadConfig | None,
+        compile_fn: CompileFn | None,
+        profile: Profile | None,
+    ) -> nn.Module:
         self.check_thread()
         if self.model is not None:
             raise OffloadError(
@@ -94,42 +147,60 @@ class OffloadManager(ManagerState):
         try:
             self._selection, self.model = selection, model
             self._device = self._given_device or current_device(self.config.gpu_device)
-            self._tensor_manager = make_tensor_manager(model, selection, self.config, self._device)
-            self._tensor_manager.own_units()
-            self._tensor_manager.place()
+            if profile is not None:
+                profile.check(model, self.config, self._device.name)
+            tensors = make_tensor_manager(model, selection, self.config, self._device)
+            self._tensor_manager = tensors
+            self._observe(tensors)
+            tensors.assign(selection.offloaded if profile is None else profile.owned(model))
+            tensors.place()
             for path, module in selection.units.items():
                 self._patches.wrap_forward(path, module, self.trap, compile_fn)
             self._watch_passes(model)
             self._patches.guard(model)
-            self._begin()
+            self._begin(profile)
         except BaseException:
             self.release()
             raise
         return model
 
-    def release(self) -> None:
-        """Leave the model exactly as it was before `offload`. A second call does nothing."""
+    def release(self, *, preserve_model: bool = True) -> None:
+        """Leave the model exactly as it was before `offload`. A second call does nothing.
+
+        Args:
+            preserve_model: False leaves it without values: every parameter is empty, and nothing
+                is copied back, so that the memory is free at once. Weights on disk rest there.
+        """
         if self._outside is not None:
             self._close_watch()
         if self._tracker is not None:
             self._tracker.remove()
         if self._tensor_manager is not None:
-            self._tensor_manager.release()
+            self._tensor_manager.release(keep=preserve_model)
         self._patches.undo()
         if self._device is not None and self._given_device is None:
             self._device.close()
         self.model = self._selection = self._tensor_manager = self._device = self._tracker = None
         self.phase = Phase.NOT_INITIALIZED
         self.skip_discovery_honored = None
-        self._passes = self._suspended = self._depth = 0
-        self._order, self._pending, self._replan = [], [], Replan()
+        self._passes = self._depth = 0
+        self._generation = -1
+        self._forget_timings()
         self._alone.clear()
 
     # --- passes and phases
 
-    def update_state(self) -> None:
-        """Count one pass, and go to the next phase where that was the last of this one."""
+    def update_state(self, *, replay_generation: int = -1) -> None:
+        """Count one pass, and go to the next phase where that was the last of this one.
+
+        Args:
+            replay_generation: A number >= 0 of the pass: told twice in a row, it counts once. So
+                whoever replays a captured graph may tell of it beside the model's own hook.
+        """
         self.check_thread()
+        if replay_generation >= 0 and replay_generation == self._generation:
+            return
+        self._generation = replay_generation
         if self.phase is Phase.DISCOVERY:
             self._passes += 1
             if self._passes >= max(1, self.config.discovery_iters):
@@ -146,31 +217,8 @@ class OffloadManager(ManagerState):
         self._alone.clear()
         if self._tensor_manager is not None:
             self._tensor_manager.timeline.end_pass()
-
-    def suspend_profiling(self) -> None:
-        """Stop to count and time passes until `resume_profiling` is called as often."""
-        self._require("suspend_profiling")
-        self._suspended += 1
-
-    def resume_profiling(self) -> None:
-        """Undo one `suspend_profiling`."""
-        self._require("resume_profiling")
-        if not self._suspended:
-            raise OffloadError("resume_profiling without a suspend_profiling before it")
-        self._suspended -= 1
-
-    @contextmanager
-    def pause_profiling(self) -> Iterator[None]:
-        """Suspend profiling inside of a block."""
-        self.suspend_profiling()
-        try:
-            yield
-        finally:
-            self.resume_profiling()
-
-    def clear_profiling_durations(self) -> None:
-        """Forget the timings so far."""
-        self._require("clear_profiling_durations").layer_statistics_collector.clear_durations()
+        if self.offload_timing is not None:
+            self.offload_timing.read(tell=True)
 
     def sync_prev_onload(self) -> None:
         """Let the compute stream wait for all copies that are on their way."""
@@ -178,56 +226,13 @@ class OffloadManager(ManagerState):
 
     join_after_forward = sync_prev_onload
 
-    def request_strategy_replan(self, *, manual_update_state: bool = False) -> int:
-        """Plan again with timings of the units as they run in INFERENCE, compiled or not.
-
-        Args:
-            manual_update_state: Only `update_state` counts passes, not the model's forward.
-
-        Returns:
-            Passes to run until the new plan is there; 0, with a warning, before INFERENCE or while
-            a replan is going on.
-        """
-        if not self.strategy_replan_status.can_request:
-            log.warning("no replan in %s, replan %s", self.phase.name, self._replan.state)
-            return 0
-        self._replan = Replan.begin(self.eager_profiling_iters, manual=manual_update_state)
-        return self._replan.left
-
-    @property
-    def strategy_replan_status(self) -> StrategyReplanStatus:
-        """Whether a replan can be requested, is going on, and was applied."""
-        return self._replan.status(can_request=self.phase is Phase.INFERENCE)
-
-    def adopt_timings(self, samples: Mapping[str, Sequence[float]]) -> None:
-        """Go to INFERENCE at once, with timings (ms by label, in order) of an earlier run."""
-        tensors = self._require("adopt_timings")
-        for label, times in samples.items():
-            for ms in times:
-                tensors.layer_statistics_collector.record(label, ms)
-        self._order = [*samples, *(label for label in self._order if label not in samples)]
-        self._to_inference()
-
-    def _apply_replan(self) -> None:
-        tensors = self._require("replan")
-        collector = tensors.layer_statistics_collector
-        before = collector.samples()
-        collector.clear_durations()
-        for label, times in (before | self._replan.samples).items():
-            for ms in times:
-                collector.record(label, ms)
-        try:
-            tensors.infer(self._order, self._budget())
-        except StrategyComputeError as error:
-            log.error("manager %s: the replan failed, the old plan stays: %s", self.name, error)
-            self._replan.end(applied=False)
-        else:
-            self._replan.end(applied=True)
-
-    def _begin(self) -> None:
+    def _begin(self, profile: Profile | None) -> None:
         self.phase = Phase.DISCOVERY
         assert self._selection is not None
         self.skip_discovery_honored = True
+        if profile is not None:
+            self.adopt_timings(profile.samples_ms)
+            return
         if self.config.skip_discovery:
             if self._selection.units:
                 self._to_profiling()
@@ -250,15 +255,6 @@ class OffloadManager(ManagerState):
         self.phase, self._passes = Phase.PROFILING, 0
         log.info("manager %s: profiling %d labels", self.name, len(tensors.labels))
 
-    def _to_inference(self) -> None:
-        tensors = self._require("inference")
-        tensors.infer(self._order, self._budget())
-        self.phase, self._passes = Phase.INFERENCE, 0
-        for note in tensors.plan.notes if tensors.plan else ():
-            log.warning("manager %s: %s", self.name, note)
-        if self.config.enable_diagnostics:
-            log_diagnostics(self)
-
     def _watch_passes(self, model: nn.Module) -> None:
         """Count forwards of the model; look at what they read while discovering."""
 
@@ -268,7 +264,7 @@ class OffloadManager(ManagerState):
             if self._depth > 1:
                 return
             tensors = self._require("a pass")
-            if self.phase is Phase.INFERENCE and self.config.enable_diagnostics:
+            if self.phase is Phase.INFERENCE and self.config.records_passes:
                 tensors.timeline.begin_pass()
             elif self.phase is Phase.DISCOVERY and self._outside is None:
                 self._outside = tensors.watch()
@@ -310,6 +306,12 @@ class OffloadManager(ManagerState):
         self.check_thread()
         tensors = self._require("trap")
         assert self._device is not None
+        if tensors.moves(label) and self._device.capturing():
+            raise OffloadError(
+                f"a graph is being captured through {label!r}, whose weights are brought in by "
+                "copies that a replay would not repeat; capture what a unit computes instead, with "
+                "compile_fn"
+            )
         self._notice_alone(label)
         indirect = self.config.profile_mode == "torch_function"
         loader = tensors.loader
@@ -326,7 +328,9 @@ class OffloadManager(ManagerState):
         if indirect:
             table = tensors.table
             made.replace = lambda t: table.get(id(t), t)
-        if self.phase is Phase.INFERENCE and self.config.enable_diagnostics:
+        if self.config.records_passes:
+            if self.phase is Phase.INFERENCE and not tensors.timeline.in_pass:
+                tensors.timeline.begin_pass()  # one that does not go through the model's forward
             made = tensors.timeline.around(made, label)
         trap: AbstractContextManager[object] = made
         return trap
@@ -372,23 +376,7 @@ class OffloadManager(ManagerState):
     def _computed(self, label: str) -> None:
         self.on_compute(label)
 
-    def _time(self, label: str, start: Event, end: Event) -> None:
-        if not self._suspended:
-            self._pending.append((label, start, end))
-
-    def _settle(self) -> None:
-        """Read the timings of the pass that ended."""
-        collector, device = self._require("timing").layer_statistics_collector, self._device
-        assert device is not None
-        record = self._replan.record if self._replan.left else collector.record
-        for label, start, end in self._pending:
-            device.synchronize(end)
-            record(label, max(device.elapsed(start, end), 0.0))
-        self._pending.clear()
-
     def _tell_and_check(self, selection: Selection) -> None:
-        for field in self.config.without_effect():
-            log.warning("manager %s: %s has no effect in this release", self.name, field)
         for note in selection.warnings:
             log.log(logging.getLevelName(note.level), "manager %s: %s", self.name, note.message)
         manual = not self.config.include_patterns

@@ -82,6 +82,7 @@ class ManagerState:
         self._selection: Selection | None = None
         self._tensor_manager: TensorManager | None = None
         self._passes = 0
+        self._generation = -1
 
     def set_config(self, config: OffloadConfig) -> None:
         """Replace the config.
@@ -106,6 +107,18 @@ class ManagerState:
                 message = f"{', '.join(late)}: without effect until the next offload()"
                 warnings.warn(message, UserWarning, stacklevel=2)
         self.config = config
+
+    @property
+    def device(self) -> Device:
+        """Where units compute, and where inputs belong (``device.torch_device``).
+
+        Raises:
+            OffloadError: Nothing is offloaded, and no device was given when the manager was made.
+        """
+        device = self._device or self._given_device
+        if device is None:
+            raise OffloadError(f"manager {self.name!r} has no device yet; call offload() first")
+        return device
 
     @property
     def iters_before_inference(self) -> int:

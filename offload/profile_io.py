@@ -8,21 +8,24 @@ profile outlives a change of budget or strategy.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from modelopt_lite.errors import OffloadConfigError, OffloadError
 from modelopt_lite.offload.config import OffloadConfig
-from modelopt_lite.offload.device import Device
-from modelopt_lite.offload.manager import OffloadManager, Phase
+from modelopt_lite.offload.managerstate import Phase
+
+if TYPE_CHECKING:
+    from modelopt_lite.offload.managerplan import PlanningManager
 
 FILE = "profile.json"
 FORMAT = "modelopt-lite offload profile"
@@ -50,8 +53,8 @@ class Fingerprint:
     torch: str
 
     @classmethod
-    def of(cls, model: nn.Module, config: OffloadConfig, device: Device) -> Fingerprint:
-        """Take the fingerprint of a model, here and now."""
+    def of(cls, model: nn.Module, config: OffloadConfig, device: str) -> Fingerprint:
+        """Take the fingerprint of a model, here and now, for a device of some name."""
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
         return cls(
             modules={
@@ -61,15 +64,16 @@ class Fingerprint:
             tensors={name: _describe(tensor) for name, tensor in named},
             include_patterns=list(config.include_patterns),
             exclude_patterns=list(config.exclude_patterns),
-            device=device.name,
+            device=device,
             torch=torch.__version__.partition("+")[0],
         )
 
     def first_difference(self, other: Fingerprint) -> str | None:
         """Say what differs first between this (the profile's) and another one; None: nothing."""
-        return next(self._differences(other), None)
+        differences = itertools.chain(self._of_the_model(other), self._around_it(other))
+        return next(differences, None)
 
-    def _differences(self, other: Fingerprint) -> Iterator[str]:
+    def _of_the_model(self, other: Fingerprint) -> Iterator[str]:
         for what in ("module", "tensor"):
             mine: Mapping[str, str] = getattr(self, f"{what}s")
             theirs: Mapping[str, str] = getattr(other, f"{what}s")
@@ -79,6 +83,8 @@ class Fingerprint:
                         f"the {what} {name!r} is {mine.get(name, 'missing')} in the profile and "
                         f"{theirs.get(name, 'missing')} in the model"
                     )
+
+    def _around_it(self, other: Fingerprint) -> Iterator[str]:
         for field in ("include_patterns", "exclude_patterns", "device", "torch"):
             old, new = getattr(self, field), getattr(other, field)
             if old != new:
@@ -105,7 +111,7 @@ class Profile:
     plan: Mapping[str, Sequence[str]]
 
     @classmethod
-    def of(cls, manager: OffloadManager) -> Profile:
+    def of(cls, manager: PlanningManager) -> Profile:
         """Gather the profile of an offloaded model.
 
         Raises:
@@ -125,15 +131,30 @@ class Profile:
         order = [*samples, *(label for label in stats if label not in samples)]
         plan = tensors.plan.offloaded if tensors.plan is not None else {}
         return cls(
-            fingerprint=Fingerprint.of(model, manager.config, _device(manager)),
+            fingerprint=Fingerprint.of(model, manager.config, manager.device.name),
             tensors={label: [t.name for t in stats[label].tensors] for label in order},
             samples_ms={label: list(samples.get(label, ())) for label in order},
             transfer_ms=dict(tensors.transfer_curve()),
             plan={label: [t.name for t in moved] for label, moved in plan.items()},
         )
 
+    def check(self, model: nn.Module, config: OffloadConfig, device: str) -> None:
+        """Raise `OffloadError`, with the first difference, where the profile is for others."""
+        here = Fingerprint.of(model, config, device)
+        _refuse(self.fingerprint.first_difference(here))
 
-def save_profile(manager: OffloadManager, directory: Path | str | None = None) -> Path:
+    def check_model(self, model: nn.Module) -> None:
+        """Do the same for the model alone, which may be on the meta device."""
+        here = Fingerprint.of(model, OffloadConfig(), "")
+        _refuse(next(self.fingerprint._of_the_model(here), None))
+
+    def owned(self, model: nn.Module) -> dict[str, list[str]]:
+        """Return the names of the parameters that each label owns."""
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        return {label: [n for n in ns if n in parameters] for label, ns in self.tensors.items()}
+
+
+def save_profile(manager: PlanningManager, directory: Path | str | None = None) -> Path:
     """Write a manager's profile; an older one in the folder is replaced as a whole.
 
     Args:
@@ -150,7 +171,7 @@ def save_profile(manager: OffloadManager, directory: Path | str | None = None) -
     if manager.config.profile_read_only:
         raise OffloadConfigError("profile_read_only is set: the profile is not written")
     profile = Profile.of(manager)
-    folder = _folder(manager.config, directory)
+    folder = profile_folder(manager.config, directory)
     folder.mkdir(parents=True, exist_ok=True)
     content = {"format": FORMAT, "version": VERSION, **asdict(profile)}
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{FILE}.")
@@ -197,57 +218,12 @@ def read_profile(directory: Path | str) -> Profile:
         raise OffloadError(f"{path} is damaged ({error!r}); profile again") from error
 
 
-def apply_profile(manager: OffloadManager, profile: Profile) -> None:
-    """Take a manager that has just offloaded its model to INFERENCE, without a pass.
+def profile_folder(config: OffloadConfig, directory: Path | str | None) -> Path:
+    """Return the folder of a profile: the given one, or the configuration's.
 
     Raises:
-        OffloadError: The profile is another model's, or of another device, release or choice of
-            patterns; the message names the first difference.
-        StrategyComputeError: As in ``offload``.
+        OffloadConfigError: There is neither.
     """
-    tensors, model = manager.get_tensor_manager(), manager.model
-    if tensors is None or model is None:
-        raise OffloadError("a profile is applied to an offloaded model: call offload() first")
-    here = Fingerprint.of(model, manager.config, _device(manager))
-    difference = profile.fingerprint.first_difference(here)
-    if difference is not None:
-        raise OffloadError(f"the profile does not fit: {difference}; profile again")
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors.assign(
-        {label: [n for n in names if n in parameters] for label, names in profile.tensors.items()}
-    )
-    tensors.place()
-    manager.adopt_timings(profile.samples_ms)
-
-
-def offload_from_profile(
-    manager: OffloadManager,
-    model: nn.Module,
-    directory: Path | str | None = None,
-    config: OffloadConfig | None = None,
-) -> nn.Module:
-    """Offload a model and begin in INFERENCE, with the timings of an earlier run.
-
-    Args:
-        manager: Without a model.
-        model: As for ``offload``.
-        directory: Of the profile. None: ``profile_storage_dir`` of the configuration.
-        config: None: the manager's.
-
-    Raises:
-        OffloadError: There is no profile, or it does not fit; the model is left as it was.
-    """
-    profile = read_profile(_folder(config or manager.config, directory))
-    manager.offload(model, config)
-    try:
-        apply_profile(manager, profile)
-    except BaseException:
-        manager.release()
-        raise
-    return model
-
-
-def _folder(config: OffloadConfig, directory: Path | str | None) -> Path:
     folder = directory or config.profile_storage_dir
     if folder is None:
         raise OffloadConfigError(
@@ -256,10 +232,9 @@ def _folder(config: OffloadConfig, directory: Path | str | None) -> Path:
     return Path(folder)
 
 
-def _device(manager: OffloadManager) -> Device:
-    device = manager._device
-    assert device is not None  # as long as there is a model
-    return device
+def _refuse(difference: str | None) -> None:
+    if difference is not None:
+        raise OffloadError(f"the profile does not fit: {difference}; profile again")
 
 
 def _describe(tensor: Tensor) -> str:

@@ -150,6 +150,10 @@ class SimDevice:
             homes.pop(slot, None)
         self.used -= slot.memory.nbytes
 
+    def capturing(self) -> bool:
+        """See `Device.capturing`."""
+        return False
+
     def memory_info(self) -> MemoryInfo:
         """See `Device.memory_info`."""
         return MemoryInfo(self.capacity - self.used, self.capacity)

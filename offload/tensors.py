@@ -8,16 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from modelopt_lite.errors import OffloadError, StrategyComputeError
 from modelopt_lite.offload.cargo import (
     Cargo,
     IndirectCargo,
     Managed,
+    can_move,
+    differs,
+    is_plain,
     pack,
     packed_bytes,
     plan_block,
+    storage_of,
 )
 from modelopt_lite.offload.config import OffloadConfig
 from modelopt_lite.offload.device import Device, new_buffer
@@ -53,7 +56,8 @@ class TensorManager:
         layer_statistics_collector: Tensors and timings by label.
         ledger: Every byte by tier and owner.
         loader: What brings labels in, in the present phase.
-        plan: What the strategy decided; None before INFERENCE.
+        strategy: What decides on it.
+        plan: What it decided; None before INFERENCE.
         table: In indirect mode, id of a tensor -> its copy on the device, while that is there.
 
     Raises:
@@ -79,7 +83,7 @@ class TensorManager:
             if parameter.is_meta:
                 raise OffloadError(f"{name!r} is on the meta device; load its values first")
         self._by_label: dict[str, list[Managed]] = {}
-        self._storages = Counter(_storage(t) for t in self._everything() if _is_plain(t))
+        self._storages = Counter(storage_of(t) for t in self._everything() if is_plain(t))
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._moved: dict[int, tuple[Tensor, torch.device]] = {}
         self._cargos: dict[str, Cargo] = {}
@@ -87,7 +91,12 @@ class TensorManager:
         self.table: dict[int, Tensor] = {}
         self.layer_statistics_collector = LayerStatisticsCollector()
         self.ledger = Ledger()
-        self.timeline = Timeline(device)
+        self.timeline = Timeline(device, ranges=config.enable_instrumentation)
+        strategy = config.load_strategy or AdaptiveStrategy(
+            scale=config.transfer_budget_scale, n_blocks=config.num_blocks
+        )
+        assert isinstance(strategy, Strategy)
+        self.strategy = strategy
         self.plan: StrategyResult | None = None
         self.loader: DirectLoader | BlockLoader = DirectLoader(device, {}, self.ledger)
 
@@ -101,14 +110,14 @@ class TensorManager:
         """Ids of the tensors that labels bring in."""
         return frozenset(id(m.tensor) for ms in self._by_label.values() for m in ms)
 
+    def moves(self, label: str) -> bool:
+        """Whether a label has weights that are brought in."""
+        return label in self._cargos
+
     @property
     def resident_bytes(self) -> int:
         """Bytes of weights and buffers that stay on the device whatever the strategy."""
         return self.ledger.held(RESIDENT).get("device", 0)
-
-    def own_units(self) -> None:
-        """Give each unit the parameters that the selection lets leave the device (strategy 1)."""
-        self.assign(self._selection.offloaded)
 
     def assign(self, names: Mapping[str, Sequence[str]]) -> None:
         """Give each label its parameters, with the tensors attached to them.
@@ -126,7 +135,7 @@ class TensorManager:
         for label, own in names.items():
             mine: dict[int, Managed] = {}
             for m in (m for name in own for m in with_fields(name, self._parameters[name])):
-                if readers[id(m.tensor)] == {label} and _can_move(m.tensor):
+                if readers[id(m.tensor)] == {label} and can_move(m.tensor):
                     mine.setdefault(id(m.tensor), m)
             self._by_label[label] = list(mine.values())
             self.layer_statistics_collector.set_tensors(label, _statistics(list(mine.values())))
@@ -196,10 +205,6 @@ class TensorManager:
             StrategyComputeError: The budget is below what the strategy can reach.
         """
         layers = self._layers(order, budget)
-        strategy = self._config.load_strategy or AdaptiveStrategy(
-            scale=self._config.transfer_budget_scale, n_blocks=self._config.num_blocks
-        )
-        assert isinstance(strategy, Strategy)
         left = None if budget is None else budget - self.resident_bytes
         if left is not None and left <= 0:
             raise StrategyComputeError(
@@ -208,7 +213,7 @@ class TensorManager:
                 smallest_budget=self.resident_bytes + 1,
             )
         try:
-            plan = strategy.compute(layers, self.transfer_curve() or None, left)
+            plan = self.strategy.compute(layers, self.transfer_curve() or None, left)
         except StrategyComputeError as error:
             if error.smallest_budget is None or budget is None:
                 raise
@@ -249,7 +254,7 @@ class TensorManager:
         sizes: dict[int, int] = {}
         for label, block in blocks.items():
             sizes[block] = max(sizes.get(block, 0), self._cargos[label].nbytes)
-        timeline = self.timeline if self._config.enable_diagnostics else None
+        timeline = self.timeline if self._config.records_passes else None
         self.loader = BlockLoader(
             self._device, order, self._cargos, blocks, sizes, self.ledger, timeline
         )
@@ -262,7 +267,7 @@ class TensorManager:
         for label in (RESIDENT, *self._by_label):
             self.ledger.remove("device", label)
             self.ledger.remove("host", label)
-        rooms = {_storage(c.resting[0]) for c in self._cargos.values()}
+        rooms = {storage_of(c.resting[0]) for c in self._cargos.values()}
         for tensor in self._everything():
             if id(tensor) not in goes:
                 self._keep(tensor, owner.get(id(tensor), RESIDENT), rooms)
@@ -279,20 +284,22 @@ class TensorManager:
             self._cargos[label] = old
             self.ledger.add("host" if isinstance(old.source, Tensor) else "disk", label, old.nbytes)
 
-    def release(self) -> None:
-        """Put every tensor back to where it was before `place`."""
+    def release(self, *, keep: bool = True) -> None:
+        """Put every tensor back to where it was before `place`; or leave parameters empty."""
         self.loader.close()
+        if not keep:
+            self._empty()
         with torch.inference_mode(False), torch.no_grad():
             rooms = set()
             for cargo in self._cargos.values():
                 if isinstance(cargo.source, Tensor):
-                    rooms.add(_storage(cargo.source))
+                    rooms.add(storage_of(cargo.source))
                 for managed in cargo.tensors:
                     # Out of the block it shares with others.
                     if id(managed.tensor) not in self._before and isinstance(cargo.source, Tensor):
                         managed.bind(managed.tensor.data.clone())
             for tensor, value in self._before.values():
-                if _differs(tensor, value):  # changed while it was offloaded
+                if differs(tensor, value):  # changed while it was offloaded
                     value.copy_(tensor.data)
                 tensor.data = value
             for tensor, device in self._moved.values():
@@ -301,6 +308,22 @@ class TensorManager:
         self._before.clear()
         self._moved.clear()
         self._cargos.clear()
+
+    def _empty(self) -> None:
+        """Let no parameter, and no tensor attached to one, hold memory."""
+        everything = (
+            m for name, tensor in self._parameters.items() for m in with_fields(name, tensor)
+        )
+        gone = {id(m.tensor): m.tensor for m in everything if not self._rests_on_disk(m.tensor)}
+        for tensor in gone.values():
+            if is_plain(tensor):
+                tensor.data = tensor.data.new_empty(0)
+        self._before = {key: value for key, value in self._before.items() if key not in gone}
+        self._moved = {key: value for key, value in self._moved.items() if key not in gone}
+        self._cargos = {k: c for k, c in self._cargos.items() if not isinstance(c.source, Tensor)}
+
+    def _rests_on_disk(self, tensor: Tensor) -> bool:
+        return False
 
     def _pack(self, label: str, managed: Sequence[Managed]) -> Cargo:
         _, size = plan_block([m.tensor for m in managed])
@@ -322,12 +345,12 @@ class TensorManager:
 
     def _keep(self, tensor: Tensor, owner: str, rooms: set[int]) -> None:
         """Let a tensor stay on the device, and out of host blocks that are given up."""
-        if _is_plain(tensor) and not tensor.is_meta:
+        if is_plain(tensor) and not tensor.is_meta:
             here = self._device.torch_device
             elsewhere = tensor.device.type != here.type or (
                 here.index is not None and tensor.device.index != here.index
             )
-            if elsewhere or _storage(tensor) in rooms:
+            if elsewhere or storage_of(tensor) in rooms:
                 self._remember(tensor)
                 with torch.inference_mode(False), torch.no_grad():
                     tensor.data = tensor.data.to(here, copy=True)
@@ -335,7 +358,7 @@ class TensorManager:
 
     def _remember(self, tensor: Tensor) -> None:
         """Note how a tensor was, where that cannot be told from its values."""
-        shared = self._storages[_storage(tensor)] > 1
+        shared = self._storages[storage_of(tensor)] > 1
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         if id(tensor) not in self._before and id(tensor) not in self._moved:
             if shared or not whole:
@@ -367,24 +390,3 @@ def _statistics(managed: Sequence[Managed]) -> list[TensorStatistics]:
         )
         for group in groups.values()
     ]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor's values are bytes of one storage."""
-    return tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
-
-
-def _can_move(tensor: Tensor) -> bool:
-    return _is_plain(tensor) and tensor.numel() > 0
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _differs(tensor: Tensor, value: Tensor) -> bool:
-    """Whether values are not the same bytes; NaN equals itself."""
-    one, other = tensor.data.to(value.device), value
-    return not torch.equal(
-        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
-    )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from torch.profiler import record_function
 
 from modelopt_lite.offload.device import Device, Event, Stream
 
@@ -84,14 +86,22 @@ class Timeline:
     Args:
         device: Whose streams are recorded.
         keep: How many passes to keep; older ones are dropped.
+        ranges: Whether each span is a range of torch's profiler too, ``offload.copy layers.3``, in
+            all phases (`torch.autograd.profiler.emit_nvtx` makes NVTX ranges of them).
     """
 
-    def __init__(self, device: Device, *, keep: int = 16) -> None:
+    def __init__(self, device: Device, *, keep: int = 16, ranges: bool = False) -> None:
         self._device = device
+        self._ranges = ranges
         self._current: _OpenPass | None = None
         self._closed: deque[_OpenPass] = deque(maxlen=keep)
         self._count = 0
         self._last: tuple[Event, float] | None = None  # the pass placed last: its base and offset
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a pass is open."""
+        return self._current is not None
 
     def begin_pass(self) -> None:
         """Begin a pass; one that was left open, as by an exception, is closed first."""
@@ -112,22 +122,26 @@ class Timeline:
     def span(
         self, op: Op, label: str, stream: Stream | None = None, *, slot: int = -1, nbytes: int = 0
     ) -> Iterator[None]:
-        """Record what is queued on a stream inside the block; outside of a pass do nothing."""
+        """Record what is queued on a stream inside the block; outside of a pass only a range."""
         current = self._current
-        if current is None:
+        with record_function(f"offload.{op} {label}") if self._ranges else nullcontext():
+            if current is None:
+                yield
+                return
+            name = "compute" if stream is None else stream.name
+            span = _OpenSpan(op, name, label, slot, nbytes, self._now(stream))
+            current.spans.append(span)
             yield
-            return
-        name = "compute" if stream is None else stream.name
-        span = _OpenSpan(op, name, label, slot, nbytes, self._now(stream))
-        current.spans.append(span)
-        yield
-        span.end = self._now(stream)
+            span.end = self._now(stream)
 
     @contextmanager
     def around(self, trap: AbstractContextManager[object], label: str) -> Iterator[None]:
-        """Record what is computed inside of a trap, from when its weights are there."""
-        with trap, self.span("compute", label):
-            yield
+        """Record how long a trap waits for its weights, and what is computed inside of it."""
+        with ExitStack() as stack:
+            with self.span("wait", label):
+                stack.enter_context(trap)
+            with self.span("compute", label):
+                yield
 
     def passes(self) -> list[PassRecord]:
         """Return the closed passes that are kept, as far as the device has got.
@@ -136,6 +150,20 @@ class Timeline:
         is not done yet is left out, and there at a later call.
         """
         return [self._resolve(record) for record in self._closed if self._place(record)]
+
+    def done_since(self, number: int) -> list[PassRecord]:
+        """Return the kept passes after the one of a number, up to the first not wholly done."""
+        found = []
+        for record in self._closed:
+            if record.number <= number:
+                continue
+            if not self._place(record):
+                break
+            resolved = self._resolve(record)
+            if len(resolved.spans) < sum(span.end is not None for span in record.spans):
+                break
+            found.append(resolved)
+        return found
 
     def chrome_trace(self) -> dict[str, Any]:
         """Return the kept passes in Chrome's trace event format."""

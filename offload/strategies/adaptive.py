@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from modelopt_lite.offload.stats import LayerStatistics
 from modelopt_lite.offload.strategies.assignment import (
     OptimizedRoundRobinAssignment,
     StrictRoundRobinAssignment,
 )
-from modelopt_lite.offload.strategies.base import StrategyResult
+from modelopt_lite.offload.strategies.choosing import ChoosingStrategy, check_blocks
 from modelopt_lite.offload.strategies.global_offload import GlobalOffloadStrategy
-from modelopt_lite.offload.strategies.knapsack import KnapsackStrategy, check_blocks
-from modelopt_lite.offload.strategies.problem import Choice, Problem, Request
+from modelopt_lite.offload.strategies.knapsack import KnapsackStrategy
+from modelopt_lite.offload.strategies.problem import Choice, Problem
 from modelopt_lite.offload.strategies.tensor_selection import GlobalTensorSelectionStrategy
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptiveStrategy:
+class AdaptiveStrategy(ChoosingStrategy):
     """Compare the strategies on the simulator and take the best.
 
     Args:
@@ -38,24 +36,12 @@ class AdaptiveStrategy:
     def __post_init__(self) -> None:
         check_blocks(self.min_blocks, self.n_blocks)
 
-    def compute(
-        self,
-        layer_stats: Sequence[LayerStatistics],
-        memory_stats: Mapping[int, float] | None = None,
-        max_gpu_mem_bytes: int | None = None,
-    ) -> StrategyResult:
-        """See `Strategy.compute`."""
-        problem = Request(
-            layers=layer_stats,
-            memory_stats=memory_stats,
-            budget=max_gpu_mem_bytes,
-            scale=self.scale,
-            threshold_mb=self.threshold_mb,
-            min_blocks=self.min_blocks,
-        ).problem()
-        who = type(self).__name__
-        problem.require(problem.floor(), who)
-        return problem.result(problem.best(self._candidates(problem)), who)
+    def _bus(self) -> tuple[float, bool]:
+        return self.scale, True
+
+    def choose(self, problem: Problem) -> Choice:
+        """Return the best choice for a problem whose budget can be met."""
+        return problem.best(self._candidates(problem))
 
     def _candidates(self, problem: Problem) -> list[Choice]:
         optimized = OptimizedRoundRobinAssignment(min(2, self.n_blocks), self.n_blocks)

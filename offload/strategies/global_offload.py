@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from modelopt_lite.offload.stats import LayerStatistics
 from modelopt_lite.offload.strategies.assignment import (
     AssignmentStrategy,
     OptimizedRoundRobinAssignment,
 )
-from modelopt_lite.offload.strategies.base import StrategyResult
-from modelopt_lite.offload.strategies.knapsack import check_blocks
-from modelopt_lite.offload.strategies.problem import Choice, Problem, Request
+from modelopt_lite.offload.strategies.choosing import ChoosingStrategy, check_blocks
+from modelopt_lite.offload.strategies.problem import Choice, Problem
 from modelopt_lite.offload.strategies.search import block_counts, fills, with_blocks
 
 
 @dataclass(frozen=True, slots=True)
-class GlobalOffloadStrategy:
+class GlobalOffloadStrategy(ChoosingStrategy):
     """The best of a few dozen fills, with blocks from an assignment strategy.
 
     A fill is a part of every label, or a share of the window that the previous label's compute
@@ -47,24 +44,8 @@ class GlobalOffloadStrategy:
     def _most(self) -> int:
         return self.n_blocks if self.max_blocks is None else min(self.n_blocks, self.max_blocks)
 
-    def compute(
-        self,
-        layer_stats: Sequence[LayerStatistics],
-        memory_stats: Mapping[int, float] | None = None,
-        max_gpu_mem_bytes: int | None = None,
-    ) -> StrategyResult:
-        """See `Strategy.compute`."""
-        problem = Request(
-            layers=layer_stats,
-            memory_stats=memory_stats,
-            budget=max_gpu_mem_bytes,
-            scale=self.scale,
-            threshold_mb=self.threshold_mb,
-            min_blocks=self.min_blocks,
-        ).problem()
-        who = type(self).__name__
-        problem.require(problem.floor(), who)
-        return problem.result(self.choose(problem), who)
+    def _bus(self) -> tuple[float, bool]:
+        return self.scale, True
 
     def choose(self, problem: Problem) -> Choice:
         """Return the best choice for a problem whose budget can be met."""

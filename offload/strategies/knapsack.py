@@ -9,8 +9,9 @@ from typing import Literal
 from modelopt_lite.offload.stats import LayerStatistics
 from modelopt_lite.offload.strategies.assignment import StrictRoundRobinAssignment
 from modelopt_lite.offload.strategies.base import StrategyResult
+from modelopt_lite.offload.strategies.choosing import ChoosingStrategy, check_blocks
 from modelopt_lite.offload.strategies.exact import Program, worthwhile
-from modelopt_lite.offload.strategies.problem import Choice, Problem, Request
+from modelopt_lite.offload.strategies.problem import Choice, Problem
 from modelopt_lite.offload.strategies.search import (
     block_counts,
     good_start,
@@ -20,7 +21,7 @@ from modelopt_lite.offload.strategies.search import (
 
 
 @dataclass(frozen=True, slots=True)
-class KnapsackStrategy:
+class KnapsackStrategy(ChoosingStrategy):
     """The exact choice of tensors, for each number of blocks, with blocks taken in turn.
 
     In latency mode the smallest peak without a stall, where ``scale`` below 1 keeps that part of
@@ -49,25 +50,8 @@ class KnapsackStrategy:
         if self.group_size < 1:
             raise ValueError(f"group_size is {self.group_size}; it must be at least 1")
 
-    def compute(
-        self,
-        layer_stats: Sequence[LayerStatistics],
-        memory_stats: Mapping[int, float] | None = None,
-        max_gpu_mem_bytes: int | None = None,
-    ) -> StrategyResult:
-        """See `Strategy.compute`."""
-        problem = Request(
-            layers=layer_stats,
-            memory_stats=memory_stats,
-            budget=max_gpu_mem_bytes,
-            scale=self.scale,
-            threshold_mb=self.threshold_mb,
-            min_blocks=self.min_blocks,
-            first=self.cyclic,
-        ).problem()
-        who = type(self).__name__
-        problem.require(problem.floor(), who)
-        return problem.result(self.choose(problem), who)
+    def _bus(self) -> tuple[float, bool]:
+        return self.scale, self.cyclic
 
     def choose(self, problem: Problem) -> Choice:
         """Return the best choice for a problem whose budget can be met."""
@@ -146,11 +130,3 @@ class AdaptiveKnapsackStrategy:
             n_blocks=self.n_blocks,
             min_blocks=self.min_blocks,
         ).compute(layer_stats, memory_stats, max_gpu_mem_bytes)
-
-
-def check_blocks(min_blocks: int, n_blocks: int) -> None:
-    """Raise ValueError unless 1 <= min_blocks <= n_blocks."""
-    if not 1 <= min_blocks <= n_blocks:
-        raise ValueError(
-            f"min_blocks={min_blocks}, n_blocks={n_blocks}: needs 1 <= min_blocks <= n_blocks"
-        )

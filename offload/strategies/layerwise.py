@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from modelopt_lite.offload.stats import LayerStatistics
-from modelopt_lite.offload.strategies.base import StrategyResult
-from modelopt_lite.offload.strategies.knapsack import check_blocks
+from modelopt_lite.offload.strategies.choosing import ChoosingStrategy, check_blocks
 from modelopt_lite.offload.strategies.problem import Choice, Problem, Request
 from modelopt_lite.offload.strategies.search import assign
 
@@ -16,7 +14,7 @@ _STEPS = 64  # 1.25 ** 64 is 1.6 million
 
 
 @dataclass(frozen=True, slots=True)
-class GreedyStrategy:
+class GreedyStrategy(ChoosingStrategy):
     """Offload a label if its copy fits the compute time since the last offloaded label.
 
     The first label stays resident. With a budget that this does not meet, the scale is raised
@@ -30,26 +28,11 @@ class GreedyStrategy:
 
     def __post_init__(self) -> None:
         check_blocks(self.min_blocks, self.n_blocks)
-
-    def compute(
-        self,
-        layer_stats: Sequence[LayerStatistics],
-        memory_stats: Mapping[int, float] | None = None,
-        max_gpu_mem_bytes: int | None = None,
-    ) -> StrategyResult:
-        """See `Strategy.compute`. Latency mode does not bound the stall that a label adds."""
-        problem = Request(
-            layers=layer_stats,
-            memory_stats=memory_stats,
-            budget=max_gpu_mem_bytes,
-            threshold_mb=self.threshold_mb,
-            min_blocks=self.min_blocks,
-            first=False,
-        ).problem()
         if not self.scale > 0:
             raise ValueError(f"scale is {self.scale}; it must be above 0")
-        who = type(self).__name__
-        problem.require(problem.floor(), who)
+
+    def choose(self, problem: Problem) -> Choice:
+        """Return the choice. Latency mode does not bound the stall that a label adds."""
         chosen = list(self._select(problem, self.scale))
         for step in range(1, _STEPS + 1):
             if problem.budget is None or problem.floor(chosen) <= problem.budget:
@@ -57,7 +40,10 @@ class GreedyStrategy:
             chosen = list(self._select(problem, self.scale * _GROWTH**step))
         else:
             chosen = problem.active
-        return problem.result(_whole(problem, chosen, self.n_blocks), who)
+        return _whole(problem, chosen, self.n_blocks)
+
+    def _bus(self) -> tuple[float, bool]:
+        return 1.0, False  # the scale is this strategy's own
 
     def _select(self, problem: Problem, scale: float) -> Iterable[int]:
         spare = 0.0
@@ -69,7 +55,7 @@ class GreedyStrategy:
 
 
 @dataclass(frozen=True, slots=True)
-class NthLayerStrategy:
+class NthLayerStrategy(ChoosingStrategy):
     """Offload the whole of every ``nth_layer``-th label, but not the first; ignores times."""
 
     nth_layer: int
@@ -82,29 +68,25 @@ class NthLayerStrategy:
         if self.nth_layer < 1:
             raise ValueError(f"nth_layer is {self.nth_layer}; it must be at least 1")
 
-    def compute(
-        self,
-        layer_stats: Sequence[LayerStatistics],
-        memory_stats: Mapping[int, float] | None = None,
-        max_gpu_mem_bytes: int | None = None,
-    ) -> StrategyResult:
-        """See `Strategy.compute`. Latency mode does not bound the stall that a label adds."""
-        request = Request(
-            layers=layer_stats,
-            memory_stats=memory_stats,
-            budget=max_gpu_mem_bytes,
-            threshold_mb=self.threshold_mb,
-            min_blocks=self.min_blocks,
-            first=False,
-        )
+    def choose(self, problem: Problem) -> Choice:
+        """Return the choice. Latency mode does not bound the stall that a label adds."""
+        return _whole(problem, self._chosen(problem), self.n_blocks)
+
+    def _bus(self) -> tuple[float, bool]:
+        return 1.0, False
+
+    def _problem(self, request: Request) -> Problem:
+        """Build the problem; where the budget needs them, with the tensors below the threshold."""
         problem = request.problem()
-        who = f"{type(self).__name__}(nth_layer={self.nth_layer})"
-        chosen = self._chosen(problem)
-        if problem.budget is not None and problem.floor(chosen) > problem.budget:
-            problem = Problem(request, threshold=1)
-            chosen = self._chosen(problem)
-        problem.require(problem.floor(chosen), who)
-        return problem.result(_whole(problem, chosen, self.n_blocks), who)
+        if problem.budget is not None and self._floor(problem) > problem.budget:
+            return Problem(request, threshold=1)
+        return problem
+
+    def _floor(self, problem: Problem) -> int:
+        return problem.floor(self._chosen(problem))
+
+    def _who(self) -> str:
+        return f"{type(self).__name__}(nth_layer={self.nth_layer})"
 
     def _chosen(self, problem: Problem) -> list[int]:
         return [i for i in problem.active if i % self.nth_layer == 0]

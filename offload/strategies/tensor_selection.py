@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from modelopt_lite.offload.simulate import NO_BLOCK
-from modelopt_lite.offload.stats import LayerStatistics
 from modelopt_lite.offload.strategies.assignment import OptimizedRoundRobinAssignment
-from modelopt_lite.offload.strategies.base import StrategyResult
+from modelopt_lite.offload.strategies.choosing import ChoosingStrategy, check_blocks
 from modelopt_lite.offload.strategies.exact import Program, worthwhile
 from modelopt_lite.offload.strategies.global_offload import GlobalOffloadStrategy
-from modelopt_lite.offload.strategies.knapsack import KnapsackStrategy, check_blocks
-from modelopt_lite.offload.strategies.problem import Choice, Problem, Request
+from modelopt_lite.offload.strategies.knapsack import KnapsackStrategy
+from modelopt_lite.offload.strategies.problem import Choice, Problem
 from modelopt_lite.offload.strategies.search import assign, improve, with_blocks
 
 _ALL_SHARINGS = 5  # labels up to which every way to share blocks is tried: 52 programs
 
 
 @dataclass(frozen=True, slots=True)
-class GlobalTensorSelectionStrategy:
+class GlobalTensorSelectionStrategy(ChoosingStrategy):
     """Choose tensors and blocks together, starting from the other strategies' best.
 
     Each round solves the exact program for the blocks that the last round ended with, and for
@@ -59,25 +57,8 @@ class GlobalTensorSelectionStrategy:
         if min(self.pop_size, self.epoch, self.max_early_stop) < 1:
             raise ValueError("pop_size, epoch and max_early_stop must be at least 1")
 
-    def compute(
-        self,
-        layer_stats: Sequence[LayerStatistics],
-        memory_stats: Mapping[int, float] | None = None,
-        max_gpu_mem_bytes: int | None = None,
-    ) -> StrategyResult:
-        """See `Strategy.compute`."""
-        scale = self.scale if self.scale_ub is None else min(self.scale, self.scale_ub)
-        problem = Request(
-            layers=layer_stats,
-            memory_stats=memory_stats,
-            budget=max_gpu_mem_bytes,
-            scale=scale,
-            threshold_mb=self.threshold_mb,
-            min_blocks=self.min_blocks,
-        ).problem()
-        who = type(self).__name__
-        problem.require(problem.floor(), who)
-        return problem.result(self.choose(problem), who)
+    def _bus(self) -> tuple[float, bool]:
+        return self.scale if self.scale_ub is None else min(self.scale, self.scale_ub), True
 
     def choose(self, problem: Problem) -> Choice:
         """Return the best choice for a problem whose budget can be met."""

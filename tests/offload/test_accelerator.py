@@ -75,6 +75,7 @@ class FakeTorch:
     """What torch.accelerator and torch.cuda are asked for."""
 
     def __init__(self) -> None:
+        self.capturing = False
         self.compute = FakeStream()
         self.streams: list[FakeStream] = [self.compute]
         self.local = threading.local()
@@ -128,6 +129,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
         set_device=lambda index: None,
         memory_reserved=lambda device: 200,
         memory_allocated=lambda device: 150,
+        is_current_stream_capturing=lambda: fake.capturing,
         cudart=lambda: driver,
     )
     monkeypatch.setattr(torch, "get_device_module", lambda kind: cuda)
@@ -294,6 +296,11 @@ def test_pinning(fake: FakeTorch, device: AcceleratorDevice) -> None:
     other = full(2)
     with pytest.warns(RuntimeWarning, match="Fake 1: 4096 bytes .* pinned_memory_mode"):
         assert device.pin(other, "host_register").data_ptr() in fake.pinned
+    with pytest.warns(RuntimeWarning, match="copies from them will block"):
+        assert device.pin(other, "in_place") is other
+    fake.refuse_register = False
+    assert device.pin(other, "in_place") is other
+    assert other.data_ptr() in fake.registered
     device.close()
     assert not fake.registered
     device.close()
@@ -396,3 +403,15 @@ def test_an_accelerators_memory_and_errors(real: AcceleratorDevice, tmp_path: Pa
         pinned = real.pin(mapped, "host_register")  # CUDA refuses read-only memory
     assert pinned.is_pinned()
     assert float(torch.ones(4, device=real.torch_device).sum()) == 4.0  # and forgets its error
+
+
+def test_it_knows_when_a_graph_is_captured(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = AcceleratorDevice()
+    assert not device.capturing()
+    fake.capturing = True
+    assert device.capturing()
+    other = types.SimpleNamespace()  # a kind of accelerator that has no graphs
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: other)
+    assert not AcceleratorDevice().capturing()

@@ -357,11 +357,3 @@ def test_docs_list_every_field_with_its_default() -> None:
         assert fields[name] == f"`{text}`", name
     named = {cell for row in rows if len(row) == 2 for cell in row[0].replace("`", "").split(", ")}
     assert set(REMOVED_NAMES) <= named <= set(REMOVED_NAMES) | set(DEFAULTS)
-
-
-def test_fields_that_this_release_does_not_act_on() -> None:
-    assert OffloadConfig().without_effect() == ()
-    config = OffloadConfig(
-        shm_enabled=True, shm_namespace="x", enable_instrumentation=True, offload_timing="eager"
-    )
-    assert config.without_effect() == ("shm_enabled", "enable_instrumentation", "offload_timing")

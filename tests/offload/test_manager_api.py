@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from oracle import QUICK, Everything, Scaled, Stack, assert_same, offloaded, tensors_of
+from oracle import QUICK, Everything, Stack, assert_same, offloaded, tensors_of
 from torch import Tensor, nn
 
 import modelopt_lite.offload as flextensor
@@ -324,141 +322,6 @@ def test_timings_of_an_earlier_run_lead_to_inference() -> None:
         assert manager.phase is Phase.INFERENCE
         model(IDS)
         assert tensors_of(manager).loader.counts.hits
-
-
-# --- the seeds' examples, with this package's name in place of theirs
-
-
-class Seeds(nn.Module):
-    """Has the names that the examples use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(20, 16)
-        self.layers = nn.ModuleList(Stack(2).layers)
-        self.norm = nn.LayerNorm(16)
-        self.head = nn.Linear(16, 16)
-        self.lm_head = nn.Linear(16, 20)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        logits: Tensor = self.lm_head(self.head(self.norm(x)))
-        return logits
-
-
-@pytest.mark.parametrize(
-    ("fields", "units", "residents"),
-    [
-        (
-            {"include_patterns": ["*"], "exclude_patterns": ["lm_head"]},
-            ["embed", "layers.0", "layers.1", "norm", "head"],
-            {"lm_head.weight"},
-        ),
-        (
-            {"include_patterns": ["layers.*"], "exclude_patterns": ["*.scale"]},
-            ["layers.0", "layers.1"],
-            {"embed.weight"},
-        ),
-        (
-            {"include_patterns": ["layers.*"], "exclude_patterns": ["layers.1"]},
-            ["layers.0"],
-            {"layers.1.up.weight"},
-        ),
-        (
-            {"include_patterns": ["layers.*"], "exclude_patterns": ["class:torch.nn.*.Linear"]},
-            ["layers.0", "layers.1"],
-            {"layers.0.up.weight"},
-        ),
-        (
-            {"include_patterns": ["layers.*"], "exclude_patterns": ["class:LayerNorm", "class:X"]},
-            ["layers.0", "layers.1"],
-            {"layers.0.norm.weight"},
-        ),
-        (
-            {
-                "include_patterns": ["embed", "layers.*", "head"],
-                "exclude_patterns": ["head", "*.norm"],
-            },
-            ["embed", "layers.0", "layers.1"],
-            {"head.weight", "layers.0.norm.bias"},
-        ),
-        (
-            {"include_patterns": ["layers.*"], "exclude_patterns": ["layers.*.norm"]},
-            ["layers.0", "layers.1"],
-            {"layers.1.norm.weight"},
-        ),
-    ],
-)
-def test_the_examples_of_excluding(
-    fields: dict[str, Any], units: list[str], residents: set[str]
-) -> None:
-    config = flextensor.OffloadConfig(**QUICK, **fields, load_strategy=Everything())
-    model: Any = Seeds()
-    before = model(IDS)
-    model = flextensor.offload(model, config=config)
-    assert [path for path, _ in flextensor.offload_units()] == units
-    for _ in range(5):
-        assert_same(model(IDS), before)
-    usage = flextensor.get_gpu_memory_usage()
-    assert usage.total_bytes == usage.blocks_bytes + usage.unmapped_tensors_bytes
-    cargos = tensors_of(flextensor.get_offload_manager())._cargos
-    moving = {m.name for cargo in cargos.values() for m in cargo.tensors}
-    assert moving
-    assert not moving & residents
-    flextensor.release()
-    assert_same(model(IDS), before)
-
-
-def test_the_examples_of_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FT_INCLUDE_PATTERNS", "*")
-    monkeypatch.setenv("FT_EXCLUDE_PATTERNS", "lm_head,*.norm")
-    monkeypatch.setenv("FT_PINNED_MEMORY", "0")
-    monkeypatch.setenv("FT_ENABLED", "1")
-    config = flextensor.load_config()
-    model = flextensor.offload(Seeds(), config=config)
-    assert "lm_head" not in dict(flextensor.offload_units())
-    model(IDS)
-    flextensor.release()
-    text = 'include_patterns:\n  - "*"\nexclude_patterns:\n  - "lm_head"\n  - "*.scale"\n'
-    (tmp_path / "config.yaml").write_text(text)
-    config = flextensor.load_config_from_file(str(tmp_path / "config.yaml"))
-    assert config.exclude_patterns == yaml.safe_load(text)["exclude_patterns"]
-
-
-def test_the_example_of_a_manual_trap() -> None:
-    config = OffloadConfig(**QUICK)
-    model: Any = Manual()
-    x = torch.rand(2, 8)
-    before = model.layer_0(x)
-    model = flextensor.offload(model, config=config)
-    manager = flextensor.get_offload_manager()
-    with manager.offload_block("layer_0"):
-        assert_same(model.layer_0(x), before)
-
-
-def test_the_examples_of_discovery() -> None:
-    config = OffloadConfig(**QUICK, include_patterns=["layers.*"])
-    manager = flextensor.get_offload_manager()
-    model: Any = manager.offload(Seeds(), config)
-    labels: dict[str, set[int]] = {}
-    for module in model.modules():
-        if hasattr(module, "_ft_original_forward_func"):
-            labels[module._ft_offload_name] = {id(p) for p in module.parameters()}
-    if not (config.skip_discovery and manager.skip_discovery_honored):
-        for _ in range(config.discovery_iters):
-            model(IDS)
-    layer_stats = tensors_of(manager).layer_statistics_collector.get_layer_stats()
-    assert {stat.label: set(stat.tensor_ids) for stat in layer_stats} == labels
-    weight: Any = nn.Parameter(torch.randn(10, 10))
-    weight.scale = torch.tensor(1.0)
-    weight.zero_point = torch.tensor(0)
-    assert set(flextensor.get_inner_tensor_field_ids(weight)) == {
-        id(weight.scale),
-        id(weight.zero_point),
-    }
-    assert flextensor.get_inner_tensor_field_ids(Scaled(4).weight)
 
 
 def test_the_six_traps_and_what_else_the_glossary_names() -> None:

@@ -14,7 +14,7 @@ from modelopt_lite.errors import OffloadConfigError, OffloadError
 from modelopt_lite.offload.config import OffloadConfig
 from modelopt_lite.offload.device import HostDevice
 from modelopt_lite.offload.manager import OffloadManager, Phase
-from modelopt_lite.offload.profile_io import offload_from_profile, read_profile, save_profile
+from modelopt_lite.offload.profile_io import read_profile, save_profile
 
 CONFIG = OffloadConfig(include_patterns=["layers.*"], profiling_iters=2, transfer_budget_scale=1e9)
 X = torch.linspace(-1, 1, 3 * 200).reshape(3, 200)
@@ -63,7 +63,7 @@ def profile(tmp_path: Path) -> Path:
 def test_a_profile_leads_to_inference_without_a_pass(profile: Path) -> None:
     model, expected = net(), net()(X)
     other = manager()
-    assert offload_from_profile(other, model, profile, CONFIG) is model
+    assert other.offload_from_profile(model, profile, CONFIG) is model
     assert other.phase is Phase.INFERENCE
     plan = other.get_tensor_manager().plan  # type: ignore[union-attr]
     assert plan is not None
@@ -112,7 +112,7 @@ def test_a_profile_of_another_model_is_refused(
     other, target = manager(), net(**model)
     before = [p.data_ptr() for p in target.parameters()]
     with pytest.raises(OffloadError, match=message):
-        offload_from_profile(other, target, profile, CONFIG.model_copy(update=config))
+        other.offload_from_profile(target, profile, CONFIG.model_copy(update=config))
     assert other.phase is Phase.NOT_INITIALIZED
     assert all("forward" not in vars(m) for m in target.modules())
     assert len(before) == len(list(target.parameters()))
@@ -139,7 +139,7 @@ def test_a_profile_of_another_place_or_version_is_refused(
     inner[path[-1]] = value
     (profile / "profile.json").write_text(json.dumps(content))
     with pytest.raises(OffloadError, match=message):
-        offload_from_profile(manager(), net(), profile, CONFIG)
+        manager().offload_from_profile(net(), profile, CONFIG)
 
 
 def test_files_that_are_no_profile(tmp_path: Path) -> None:
@@ -177,6 +177,6 @@ def test_the_folder_of_the_configuration(tmp_path: Path) -> None:
         model(X)
     save_profile(one)
     one.release()
-    offload_from_profile(one, model, config=config)
+    one.offload_from_profile(model, config=config)
     assert one.phase is Phase.INFERENCE
     one.release()
