@@ -129,9 +129,9 @@ class Plan:
     fallbacks: list[str] = field(default_factory=list)
 
     @property
-    def format(self) -> LinearFormat:
-        """The format of the quantized matrices."""
-        return FORMATS[self.recipe.weights]
+    def formats(self) -> list[LinearFormat]:
+        """The formats of the quantized matrices, in the order in which they appear."""
+        return [FORMATS[name] for name in dict.fromkeys(m.format for m in self.matrices)]
 
     @property
     def needs_calibration(self) -> bool:

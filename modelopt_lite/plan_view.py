@@ -43,7 +43,7 @@ def describe_plan(
         "model_type": job.model_type,
         "has_spec": plan.spec is not None,
         "recipe": plan.recipe.name,
-        "format": plan.format.name,
+        "formats": [fmt.name for fmt in plan.formats],
         "numerics": plan.numerics,
         "kv_cache": plan.recipe.kv_cache,
         "kv_cache_layers": len(plan.kv_cache),

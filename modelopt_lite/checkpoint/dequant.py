@@ -1,8 +1,9 @@
 """Present an already quantized checkpoint as plain tensors, decoded one at a time.
 
 Read: block FP8 as DeepSeek stores it, FP8 with a scale per tensor or per row (transformers,
-compressed-tensors, modelopt), MXFP4 as gpt-oss stores it, and NVFP4 in the modelopt dialect, our
-own exports among them. Any other quantized source is refused while only headers have been read.
+compressed-tensors, modelopt), MXFP4 as gpt-oss stores it, and every format of ``FORMATS`` in the
+modelopt dialect, our own exports among them. Any other quantized source is refused while only
+headers have been read.
 
 Sources: transformers 5.14.1 ``integrations/{finegrained_fp8,mxfp4}.py`` for the first and the
 third; the checkpoint format pages of compressed-tensors 0.14; Model Optimizer 0.47's exports.
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.checkpoint.layouts import (
+    MXFP4_BLOCKS,
     QUANT_KEYS,
     Encoded,
     decoded_shape,
@@ -213,7 +215,7 @@ def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _decode(info: TensorInfo, encoded: Encoded, codes: Tensor, scales: list[Tensor]) -> Tensor:
     scale = scales[0]
-    if encoded.format == "mxfp4":
+    if encoded.format == MXFP4_BLOCKS:
         if bool((scale == 255).any()):
             raise NonFiniteError(
                 f"{info.file}: scale {encoded.scales[0]!r} holds a NaN (byte 255); the source is "
@@ -224,9 +226,11 @@ def _decode(info: TensorInfo, encoded: Encoded, codes: Tensor, scales: list[Tens
         return fp8_block.dequantize(codes, scale.float(), encoded.block, info.dtype)
     if encoded.format == "fp8":
         return fp8.dequantize(codes, scale.float().reshape(()), info.dtype)
-    stacked = codes.ndim == 3  # [E, in, out], rows of the matrices are the last axis
     if encoded.format == "fp8_per_channel_per_token":
-        rows = scale.float().unsqueeze(1) if stacked else scale.float().reshape(-1, 1)
+        # Of a stack [E, in, out] the rows of the matrices are the last axis.
+        rows = scale.float().unsqueeze(1) if codes.ndim == 3 else scale.float().reshape(-1, 1)
         return fp8.dequantize(codes, rows, info.dtype)
-    named = {"weight": codes, "weight_scale": scale, "weight_scale_2": scales[1].reshape(())}
-    return FORMATS[encoded.format].dequantize(named, info.dtype, input_major=stacked)
+    named = {"weight": codes, "weight_scale": scale}
+    if len(scales) > 1:
+        named["weight_scale_2"] = scales[1].reshape(())
+    return FORMATS[encoded.format].dequantize(named, info.dtype, turned=encoded.turned)

@@ -50,8 +50,9 @@ def quantize_matrices(
         stacked_input_major = matrix.input_major and weight.ndim == 3
         tensors = fmt.quantize(weight, shared, numerics=numerics, input_major=stacked_input_major)
         if verify:
+            turned = fmt.turns(stacked_input_major, numerics)
             errors[matrix.name] = measure_error(
-                fmt, weight, tensors, numerics=numerics, input_major=stacked_input_major
+                fmt, weight, tensors, numerics=numerics, turned=turned
             )
         if matrix.input_group is not None:
             tensors["input_scale"] = fmt.input_scale(input_amax[matrix.input_group])

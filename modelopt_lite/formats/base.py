@@ -72,9 +72,13 @@ def chunk_rows(columns: int, device: torch.device) -> int:
     return max(1, size // max(1, columns))
 
 
-def row_chunks(w_RK: Tensor) -> Iterator[slice]:
-    """Yield slices that cut [R, K] into runs of rows whose temporaries stay in the cache."""
+def row_chunks(w_RK: Tensor, multiple: int = 1) -> Iterator[slice]:
+    """Yield slices that cut [R, K] into runs of rows whose temporaries stay in the cache.
+
+    Each begins at a multiple of ``multiple``.
+    """
     step = chunk_rows(w_RK.shape[1], w_RK.device)
+    step = max(1, step // multiple) * multiple
     for start in range(0, w_RK.shape[0], step):
         yield slice(start, min(start + step, w_RK.shape[0]))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from modelopt_lite.checkpoint.reader import Checkpoint, read_json
 from modelopt_lite.errors import CheckpointError
+from modelopt_lite.formats.declared import MIXED, Declared
 from modelopt_lite.verify.export import Export, Module, nested, read_export
 from modelopt_lite.verify.findings import Finding, shorten
 from modelopt_lite.verify.matchers import sglang_excluded, tensorrt_excluded, vllm_excluded
@@ -55,12 +56,14 @@ class QuantConfig:
         kv_cache: Format of the key and value cache, None without one.
         group_size: Elements that share a scale, None where it is not said.
         exclude: The modules that are not quantized.
+        declared: The formats that it states.
     """
 
     algo: str | None
     kv_cache: str | None
     group_size: int | None
     exclude: tuple[str, ...]
+    declared: Declared
 
 
 def read_configs(checkpoint: Checkpoint) -> tuple[QuantConfig | None, list[Finding]]:
@@ -83,8 +86,11 @@ def read_configs(checkpoint: Checkpoint) -> tuple[QuantConfig | None, list[Findi
 def open_modules(checkpoint: Checkpoint) -> tuple[Export, QuantConfig | None, list[Finding]]:
     """Read the configs, and sort the tensors into modules of the format that they name."""
     config, findings = read_configs(checkpoint)
-    algo = config.algo.upper() if config is not None and config.algo is not None else None
-    return read_export(checkpoint, algo), config, findings
+    declared = config.declared if config is not None else Declared()
+    flat = checkpoint.config.get("quantization_config")
+    if isinstance(flat, dict) and declared.inputs is None:  # only config.json has config_groups
+        declared = replace(declared, inputs=Declared.of(flat).inputs)
+    return read_export(checkpoint, declared), config, findings
 
 
 def _read_flat(checkpoint: Checkpoint, findings: list[Finding]) -> QuantConfig | None:
@@ -115,7 +121,7 @@ def _read_flat(checkpoint: Checkpoint, findings: list[Finding]) -> QuantConfig |
     for group in groups.values() if isinstance(groups, dict) and size is None else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         size = weights.get("group_size", size) if isinstance(weights, dict) else size
-    return _made(path, section.get("quant_algo"), scheme, size, section.get("ignore"), findings)
+    return _made(path, section, scheme, size, section.get("ignore"), findings)
 
 
 def _read_nested(folder: Path, findings: list[Finding]) -> QuantConfig | None:
@@ -147,11 +153,16 @@ def _read_nested(folder: Path, findings: list[Finding]) -> QuantConfig | None:
             )
         )
     kv_cache, size = section.get("kv_cache_quant_algo"), section.get("group_size")
-    return _made(path, algo, kv_cache, size, section.get("exclude_modules"), findings)
+    return _made(path, section, kv_cache, size, section.get("exclude_modules"), findings)
 
 
 def _made(
-    path: Path, algo: Any, kv_cache: Any, size: Any, exclude: Any, findings: list[Finding]
+    path: Path,
+    section: Mapping[str, Any],
+    kv_cache: Any,
+    size: Any,
+    exclude: Any,
+    findings: list[Finding],
 ) -> QuantConfig:
     exclude = [] if exclude is None else exclude
     if not isinstance(exclude, list) or not all(isinstance(e, str) for e in exclude):
@@ -159,11 +170,13 @@ def _made(
             Finding("config-readable", f"{path}: the list of excluded modules is {exclude!r}")
         )
         exclude = []
+    algo = section.get("quant_algo")
     return QuantConfig(
         algo=None if algo is None else str(algo),
         kv_cache=None if kv_cache is None else str(kv_cache),
         group_size=size if isinstance(size, int) else None,
         exclude=tuple(exclude),
+        declared=Declared.of({**section, "group_size": size}),
     )
 
 
@@ -208,20 +221,20 @@ def check_algo(export: Export, config: QuantConfig) -> Iterator[Finding]:
             "quant-algo",
             f"{export.folder}: no engine loads quant_algo {config.algo!r}; export another format",
         )
-    elif export.algo not in _VLLM_ALGOS and export.algo != "MIXED_PRECISION":
+    elif export.algo not in _VLLM_ALGOS and export.algo != MIXED:
         yield Finding(
             "quant-algo",
             f"{export.folder}: vLLM does not load quant_algo {config.algo!r}; serve it with "
             "another engine, or export another format",
             "warning",
         )
-    elif export.format is None:
+    elif packed is not None and export.format_of(packed) is None:
         yield Finding(
             "quant-algo",
             f"{export.folder}: shapes and scales of {config.algo} are not checked here",
             "warning",
         )
-    fmt = export.format
+    fmt = export.format_of(packed) if packed is not None and export.algo != MIXED else None
     if fmt and fmt.group_size is not None and config.group_size != fmt.group_size:
         yield Finding(
             "config-group-size",
@@ -246,7 +259,7 @@ def check_excludes(export: Export, config: QuantConfig) -> Iterator[Finding]:
     Rules: ``exclude-entry``, ``exclude-unmatched``, ``excluded-but-packed``,
     ``unpacked-not-excluded``, ``excluded-in-part``.
     """
-    if export.algo in (None, "MIXED_PRECISION"):
+    if export.algo in (None, MIXED):
         return
     usable = []
     for entry in config.exclude:

@@ -38,9 +38,18 @@ def _check_group(export: Export, members: list[Module]) -> Iterator[Finding]:
             f"({', '.join(sorted(map(str, dtypes)))}); quantize all of them or none",
         )
         return
-    two_level = export.algo is not None and "NVFP4" in export.algo
-    if export.format is None or not members[0].packed:
+    if not members[0].packed:
         return
+    formats = {fmt.name: fmt for m in members if (fmt := export.format_of(m))}
+    if len(formats) > 1:
+        yield Finding(
+            "group-format",
+            f"{export.folder}: {names} are joined by engines and differ in format "
+            f"({', '.join(sorted(formats))}); give all of them one format",
+        )
+    if len(formats) != 1:
+        return
+    two_level = "weight_scale_2" in members[0].scales
     shared = ("weight_scale_2", "input_scale") if two_level else ("weight_scale", "input_scale")
     for suffix in shared:
         infos = [m.scales[suffix] for m in members if suffix in m.scales]

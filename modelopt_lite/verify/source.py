@@ -96,7 +96,7 @@ def _absent_parts(export: Export, names: list[str]) -> list[str]:
 
 def _same_shape(export: Export, module: Module, info: TensorInfo) -> Iterator[Finding]:
     shape = export.logical_shape(module)
-    if export.format is not None and shape != info.shape:
+    if export.format_of(module) is not None and shape != info.shape:
         yield Finding(
             "source-shape",
             f"{export.folder}: the codes of {module.name!r} stand for a matrix {list(shape)}, the "

@@ -385,8 +385,7 @@ def test_plain_source_stays_a_checkpoint(make_checkpoint: MakeCheckpoint) -> Non
         ({"quant_method": "gptq"}, "gptq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"bits": 4}, "quantized with None"),
-        (MODELOPT | {"quant_algo": "W4A16_AWQ"}, "modelopt W4A16_AWQ"),
-        (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION"),
+        (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "modelopt W4A8_AWQ"),
         (COMPRESSED | {"format": "pack-quantized"}, "compressed-tensors pack-quantized"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         (
@@ -473,7 +472,7 @@ U8 = torch.uint8
                 "a_blocks": torch.zeros(1, 2, 1, 16, dtype=U8),
                 "a_scales": torch.zeros(1, 1, 1, dtype=U8),
             },
-            "does not fit the mxfp4 codes",
+            "does not fit the mxfp4_blocks codes",
         ),
         (
             MXFP4,

@@ -35,11 +35,11 @@ def test_tensors_are_as_announced(name: str, shape: tuple[int, ...], input_major
     for suffix, tensor in tensors.items():
         assert (tensor.dtype, tuple(tensor.shape)) == (specs[suffix].dtype, specs[suffix].shape)
         assert tensor.is_contiguous()
-    value = fmt.dequantize(tensors, torch.float32, input_major=input_major)
+    value = fmt.dequantize(tensors, torch.float32, turned=input_major)
     assert value.shape == w.shape
-    bound = fmt.max_error(w, tensors, numerics="exact", input_major=input_major)
+    bound = fmt.max_error(w, tensors, numerics="exact", turned=input_major)
     assert bool(((value - w.float()).abs() <= bound).all())
-    report = measure_error(fmt, w, tensors, numerics="exact", input_major=input_major)
+    report = measure_error(fmt, w, tensors, numerics="exact", turned=input_major)
     assert 0.5 < report.worst <= 1
     assert 0.01 < report.relative < 0.15
 
