@@ -253,6 +253,7 @@ def _matrices(
         fused = fused_group(c.name, c.role, ptq)
         # The peer leaves dense siblings their own FP8 scales; engines then re-quantize them.
         apart = numerics == "modelopt" and fmt.name == "fp8" and c.expert is None
+        shares = fmt.shares_amax(c.shape, numerics)
         matrices.append(
             Matrix(
                 name=c.name,
@@ -261,8 +262,8 @@ def _matrices(
                 shape=c.shape,
                 input_major=c.input_major,
                 format=fmt.name,
-                outputs=_outputs(c, fmt),
-                weight_group=fused if fused and fmt.shares_weight_amax and not apart else c.name,
+                outputs=_outputs(c, fmt, numerics),
+                weight_group=fused if fused and shares and not apart else c.name,
                 input_group=_input_group(c, fused) if fmt.static_input else None,
                 entry=entry,
                 expert=expert,
@@ -280,9 +281,10 @@ def _input_group(c: Candidate, fused: str | None) -> str:
     return fused or c.name
 
 
-def _outputs(c: Candidate, fmt: LinearFormat) -> dict[str, Output]:
+def _outputs(c: Candidate, fmt: LinearFormat, numerics: Numerics) -> dict[str, Output]:
     outputs = {}
-    for spec in fmt.tensors(c.shape, stacked_input_major=c.stacked and c.input_major):
+    stacked_input_major = c.stacked and c.input_major
+    for spec in fmt.tensors(c.shape, stacked_input_major=stacked_input_major, numerics=numerics):
         if c.stacked:
             name = c.name if spec.suffix == "weight" else f"{c.name}_{spec.suffix}"
         else:

@@ -11,16 +11,18 @@ import yaml
 import modelopt_lite.recipes as package
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.formats.linear import FORMATS
-from modelopt_lite.recipes import Recipe, load_recipe, parse_recipe, preset_names
+from modelopt_lite.recipes import ALIASES, Recipe, load_recipe, parse_recipe, preset_names
 
 PRESETS = [
     "fp8",
+    "fp8_2d_blockwise_weight_only",
     "fp8_per_channel_per_token",
     "nvfp4",
     "nvfp4_experts_only",
     "nvfp4_mlp_only",
     "w4a16_nvfp4",
 ]
+PARTIAL = {"nvfp4_experts_only", "nvfp4_mlp_only"}
 
 
 def test_presets_are_the_files() -> None:
@@ -34,10 +36,17 @@ def test_preset(name: str) -> None:
     assert recipe.weights in FORMATS
     assert recipe.description.endswith(".")
     assert recipe.kv_cache is None
-    assert bool(recipe.include) == name.endswith("_only")
+    assert bool(recipe.include) == (name in PARTIAL)
     assert not recipe.exclude
     data = yaml.safe_load((Path(package.__file__).parent / f"{name}.yaml").read_text())
     assert parse_recipe({"name": name, **data}, where="here") == recipe
+
+
+@pytest.mark.parametrize(("short", "name"), sorted(ALIASES.items()))
+def test_short_names(short: str, name: str) -> None:
+    assert name in PRESETS
+    assert short not in PRESETS
+    assert load_recipe(short) == load_recipe(name)
 
 
 def test_a_file(tmp_path: Path) -> None:

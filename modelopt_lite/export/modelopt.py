@@ -19,6 +19,8 @@ from modelopt_lite.plan import Plan
 QUANT_CONFIG_FILE = "hf_quant_config.json"
 # TensorRT-LLM knows the nested file by the producer's name; the version is the dialect's.
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
+# Algorithms whose group size the peer leaves out.
+_PEER_SILENT = {"fp8_pb_wo"}
 # The only single formats that the peer describes in numbers, too; others are known by name alone.
 _PEER_GROUPS = {"FP8", "NVFP4", "W4A16_NVFP4"}
 
@@ -28,7 +30,7 @@ def quant_config(plan: Plan) -> dict[str, Any]:
     kv_cache = {"kv_cache_quant_algo": _kv_algo(plan)}
     formats = plan.formats
     if len(formats) == 1:
-        layer = _layer(formats[0])
+        layer = _layer(formats[0], plan)
         section = {"quant_algo": layer.pop("quant_algo"), **kv_cache, **layer}
         section["exclude_modules"] = list(plan.unquantized)
     else:  # what is not listed is not quantized
@@ -44,7 +46,7 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
     if groups := _config_groups(plan):
         section["config_groups"] = groups
     if len(formats) == 1:
-        section |= {"ignore": list(plan.unquantized), **_layer(formats[0])}
+        section |= {"ignore": list(plan.unquantized), **_layer(formats[0], plan)}
     elif formats:
         section |= {"quantized_layers": _layers(plan), "ignore": [], "quant_algo": MIXED}
     else:
@@ -60,16 +62,17 @@ def _kv_algo(plan: Plan) -> str | None:
     return "FP8" if plan.kv_cache else None
 
 
-def _layer(fmt: LinearFormat) -> dict[str, Any]:
+def _layer(fmt: LinearFormat, plan: Plan) -> dict[str, Any]:
     """What describes one format: its name and, with blocks, their size."""
     layer: dict[str, Any] = {"quant_algo": fmt.quant_algo}
-    if fmt.group_size is not None:
+    silent = plan.numerics == "modelopt" and fmt.quant_algo in _PEER_SILENT
+    if fmt.group_size is not None and not silent:
         layer["group_size"] = fmt.group_size
     return layer
 
 
 def _layers(plan: Plan) -> dict[str, dict[str, Any]]:
-    return {m.name: _layer(FORMATS[m.format]) for m in plan.matrices}
+    return {m.name: _layer(FORMATS[m.format], plan) for m in plan.matrices}
 
 
 def _config_groups(plan: Plan) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def quantize_matrices(
     for matrix in matrices:
         fmt = FORMATS[matrix.format]
         weight = _value(matrix, sources)
-        shared = group_amax[matrix.weight_group] if fmt.shares_weight_amax else None
+        shared = group_amax[matrix.weight_group]
         stacked_input_major = matrix.input_major and weight.ndim == 3
         tensors = fmt.quantize(weight, shared, numerics=numerics, input_major=stacked_input_major)
         if verify:

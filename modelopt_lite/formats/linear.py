@@ -54,11 +54,6 @@ class LinearFormat:
         """Bits an element, block scales included."""
         return self.codec.bits
 
-    @property
-    def shares_weight_amax(self) -> bool:
-        """Whether matrices that an engine fuses must be quantized with their common amax."""
-        return self.codec.shares_amax
-
     def turns(self, input_major: bool, numerics: Numerics) -> bool:
         """Return whether a stack is quantized as the transpose of what lies on disk."""
         return input_major and not (numerics == "modelopt" and self.codec.stacks_as_stored)
@@ -72,6 +67,10 @@ class LinearFormat:
             if size == 0:
                 return f"{letter}=0: the matrix is empty"
         return self.codec.problem(rows, columns)
+
+    def shares_amax(self, shape: tuple[int, ...], numerics: Numerics) -> bool:
+        """Return whether matrices that an engine fuses are quantized with their common amax."""
+        return self.codec.shares_amax(shape[-2], shape[-1], numerics)
 
     def tensors(
         self,
@@ -111,8 +110,8 @@ class LinearFormat:
         Args:
             w: [out, in], [E, out, in], or with ``input_major`` [E, in, out]; bfloat16, float16 or
                 float32; read, never written.
-            amax: float32 [], of all matrices that share the scale, where ``shares_weight_amax``;
-                None takes that of ``w``. Other formats ignore it.
+            amax: float32 [], of all matrices that share the scale, where ``shares_amax``; None
+                takes that of ``w``. Other formats ignore it.
             numerics: Which arithmetic.
             input_major: The last two axes of ``w`` are swapped, and so are those of the result.
 
@@ -175,6 +174,8 @@ FORMATS: Mapping[str, LinearFormat] = MappingProxyType(
                 fp8.PER_ROW,
                 inputs.FP8_PER_TOKEN,
             ),
+            # In lower case: TensorRT-LLM knows this spelling alone, the others do not mind.
+            LinearFormat("fp8_2d_blockwise_weight_only", "fp8_pb_wo", fp8.BLOCKS, inputs.NONE),
             LinearFormat("nvfp4", "NVFP4", fp4.NVFP4, inputs.NVFP4),
             LinearFormat("w4a16_nvfp4", "W4A16_NVFP4", fp4.NVFP4, inputs.NONE),
         )

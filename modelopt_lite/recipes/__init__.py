@@ -16,6 +16,11 @@ from modelopt_lite.errors import RecipeError
 
 _PRESETS = Path(__file__).parent
 KV_FORMATS = ("fp8",)
+ALIASES = {
+    "fp8_pc_pt": "fp8_per_channel_per_token",
+    "fp8_pb_wo": "fp8_2d_blockwise_weight_only",
+}
+"""Older, short names of presets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +53,8 @@ def load_recipe(recipe: str | Path | Recipe, *, kv_cache: str | None = None) -> 
     """Return a recipe: a preset by name, one from a YAML file, or the given one.
 
     Args:
-        recipe: Name of a preset, path of a ``.yaml`` file, or a recipe.
+        recipe: Name of a preset, its short name (``ALIASES``), path of a ``.yaml`` file, or a
+            recipe.
         kv_cache: Replaces the recipe's own where not None; ``"none"`` removes it.
 
     Raises:
@@ -71,10 +77,11 @@ def load_recipe(recipe: str | Path | Recipe, *, kv_cache: str | None = None) -> 
 
 
 def _preset(name: str) -> str:
-    names = preset_names()
+    name, names = ALIASES.get(name, name), preset_names()
     if name not in names:
+        near = _near(name, (*names, *ALIASES))
         raise RecipeError(
-            f"unknown recipe {name!r}{_near(name, names)}; presets: {', '.join(names)}; "
+            f"unknown recipe {name!r}{near}; presets: {', '.join(names)}; "
             "a recipe of your own is a .yaml file"
         )
     return name

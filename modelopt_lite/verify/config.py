@@ -235,7 +235,9 @@ def check_algo(export: Export, config: QuantConfig) -> Iterator[Finding]:
             "warning",
         )
     fmt = export.format_of(packed) if packed is not None and export.algo != MIXED else None
-    if fmt and fmt.group_size is not None and config.group_size != fmt.group_size:
+    # Readers know the size of all blocks but NVFP4's by the name of the format.
+    stated = config.group_size is not None or (export.algo is not None and "NVFP4" in export.algo)
+    if fmt and stated and config.group_size != fmt.group_size:
         yield Finding(
             "config-group-size",
             f"{export.folder}: group_size is {config.group_size!r}, {fmt.quant_algo} has blocks of "

@@ -19,7 +19,7 @@ def random(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("shape", "input_major"), [((24, 32), False), ((3, 24, 32), False), ((3, 32, 24), True)]
+    ("shape", "input_major"), [((24, 256), False), ((3, 24, 256), False), ((3, 256, 24), True)]
 )
 def test_tensors_are_as_announced(name: str, shape: tuple[int, ...], input_major: bool) -> None:
     fmt = FORMATS[name]
@@ -41,13 +41,13 @@ def test_tensors_are_as_announced(name: str, shape: tuple[int, ...], input_major
     assert bool(((value - w.float()).abs() <= bound).all())
     report = measure_error(fmt, w, tensors, numerics="exact", turned=input_major)
     assert 0.5 < report.worst <= 1
-    assert 0.01 < report.relative < 0.15
+    assert 0.002 < report.relative < 0.15
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_input_major_is_the_transpose(name: str) -> None:
     fmt = FORMATS[name]
-    w = random(3, 32, 24)
+    w = random(3, 256, 24)
     amax = base.amax(w)
     stacked = fmt.quantize(w, amax, numerics="exact", input_major=True)
     for e in range(3):
@@ -55,7 +55,7 @@ def test_input_major_is_the_transpose(name: str) -> None:
         for suffix, tensor in single.items():
             part = stacked[suffix] if tensor.ndim == 0 else stacked[suffix][e]
             part = part.t() if tensor.ndim == 2 else part
-            assert part.float().equal(tensor.float()), suffix
+            assert part.float().equal(tensor.float().view(part.shape)), suffix
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,7 +63,7 @@ def test_zero_weight(name: str) -> None:
     """C48: a scale that divides, codes 0, values exactly 0."""
     fmt = FORMATS[name]
     for numerics in ("exact", "modelopt"):
-        tensors = fmt.quantize(torch.zeros(4, 32).bfloat16(), None, numerics=numerics)
+        tensors = fmt.quantize(torch.zeros(4, 256).bfloat16(), None, numerics=numerics)
         assert not tensors["weight"].view(torch.uint8).any()
         assert not fmt.dequantize(tensors, torch.float32).any()
         assert all(bool((t.float() > 0).all()) for k, t in tensors.items() if k != "weight")
@@ -72,7 +72,7 @@ def test_zero_weight(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite_is_refused(name: str, bad: float) -> None:
-    w = random(4, 32)
+    w = random(4, 256)
     w[1, 5] = bad
     with pytest.raises(NonFiniteError, match="NaN or infinity"):
         FORMATS[name].quantize(w, None, numerics="exact")
@@ -85,7 +85,7 @@ def test_non_finite_is_refused(name: str, bad: float) -> None:
 def test_damage_is_measured(name: str) -> None:
     """What the audit is for: a wrong scale, a transposed matrix, a NaN."""
     fmt = FORMATS[name]
-    w = random(32, 32)
+    w = random(256, 256)
     tensors = fmt.quantize(w, None, numerics="exact")
     halved = {
         **tensors,
@@ -104,6 +104,9 @@ def test_problems() -> None:
     assert FORMATS["nvfp4"].problem((2, 40, 16), stacked_input_major=True) is not None
     assert FORMATS["nvfp4"].problem((2, 16, 40), stacked_input_major=True) is None
     assert FORMATS["fp8"].problem((8, 40)) is None
+    block = FORMATS["fp8_2d_blockwise_weight_only"]
+    assert block.problem((8, 576)) == "K=576 is not a multiple of 128"
+    assert block.problem((200, 128)) is None
     for name in NAMES:
         assert "R=0" in str(FORMATS[name].problem((0, 16)))
         assert "K=0" in str(FORMATS[name].problem((8, 0)))

@@ -27,7 +27,6 @@ class Codec(ABC):
         bits: Bits an element, block scales included.
         code_dtype: Of the tensor ``weight``.
         block: Elements along K that share a block scale, None without blocks.
-        shares_amax: Matrices that an engine fuses must be quantized with their common amax.
         row_multiple: ``part`` takes rows that begin at a multiple of this.
         kind: What codes are.
         stacks_as_stored: Under ``numerics="modelopt"`` blocks run along the last axis of a stack as
@@ -38,7 +37,6 @@ class Codec(ABC):
     bits: float
     code_dtype: torch.dtype
     block: int | None = None
-    shares_amax: bool = False
     row_multiple: int = 1
     kind: Literal["float", "int"] = "float"
     stacks_as_stored: bool = False
@@ -48,6 +46,10 @@ class Codec(ABC):
         if self.block is not None and columns % self.block:
             return f"K={columns} is not a multiple of {self.block}"
         return None
+
+    def shares_amax(self, rows: int, columns: int, numerics: Numerics) -> bool:
+        """Return whether matrices that engines fuse are quantized with their common amax."""
+        return False
 
     @abstractmethod
     def tensors(

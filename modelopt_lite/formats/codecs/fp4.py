@@ -21,7 +21,9 @@ class _NvFp4(Codec):
     bits: float = 4.5
     code_dtype: torch.dtype = torch.uint8
     block: int = nvfp4.BLOCK
-    shares_amax: bool = True
+
+    def shares_amax(self, rows: int, columns: int, numerics: Numerics) -> bool:
+        return True
 
     def tensors(
         self, lead: tuple[int, ...], rows: int, columns: int, numerics: Numerics

@@ -1,4 +1,4 @@
-"""Weights in FP8 E4M3, with one scale a matrix or one a row."""
+"""Weights in FP8 E4M3, with one scale a matrix, one a row, or one a block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modelopt_lite.formats import base, fp8
+from modelopt_lite.formats import base, fp8, fp8_block
 from modelopt_lite.formats.base import Numerics, TensorSpec
 from modelopt_lite.formats.codecs.base import Codec, finite
 
@@ -20,7 +20,9 @@ class _PerTensor(Codec):
     num_bits: int = 8
     bits: float = 8.0
     code_dtype: torch.dtype = fp8.DTYPE
-    shares_amax: bool = True
+
+    def shares_amax(self, rows: int, columns: int, numerics: Numerics) -> bool:
+        return True
 
     def tensors(
         self, lead: tuple[int, ...], rows: int, columns: int, numerics: Numerics
@@ -69,6 +71,79 @@ class _PerRow(Codec):
         return fp8.error_bound(w, tensors["weight_scale"], numerics=numerics)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Blocks(Codec):
+    """A float32 scale for each block of 128 x 128.
+
+    On disk the scales of a matrix are [G, 1, H, 1], those of a stack [E, G, H]. The peer treats the
+    scale of a single block as that of a matrix: it is a scalar, and fused matrices share it.
+    """
+
+    num_bits: int = 8
+    bits: float = 8.0
+    code_dtype: torch.dtype = fp8.DTYPE
+    block: int = fp8_block.BLOCK
+    row_multiple: int = fp8_block.BLOCK
+
+    def shares_amax(self, rows: int, columns: int, numerics: Numerics) -> bool:
+        return numerics == "modelopt" and fp8_block.grid_shape(rows, columns) == (1, 1)
+
+    def tensors(
+        self, lead: tuple[int, ...], rows: int, columns: int, numerics: Numerics
+    ) -> tuple[TensorSpec, ...]:
+        g, h = fp8_block.grid_shape(rows, columns)
+        scale = (*lead, g, h) if lead else (g, 1, h, 1)
+        if not lead and self.shares_amax(rows, columns, numerics):
+            scale = ()
+        return (
+            TensorSpec("weight", fp8.DTYPE, (*lead, rows, columns)),
+            TensorSpec("weight_scale", torch.float32, scale),
+        )
+
+    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+        if w.ndim == 3:
+            return _stacked([self.quantize(part, None, numerics="exact") for part in w])
+        amax_GH = fp8_block.block_amax(w)
+        if amax is not None and self.shares_amax(len(w), w.shape[1], numerics):
+            amax_GH = amax.view(1, 1)
+        scale = fp8.scale_from_amax(finite(amax_GH, "a weight"), numerics=numerics)
+        weight = fp8_block.quantize(w, scale, numerics=numerics)
+        _, spec = self.tensors((), len(w), w.shape[1], numerics)
+        return {"weight": weight, "weight_scale": scale.view(spec.shape)}
+
+    def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        weight, scale = tensors["weight"], tensors["weight_scale"]
+        if weight.ndim == 3:
+            pairs = zip(weight, scale, strict=True)
+            return torch.stack([fp8_block.dequantize(w, s, dtype=dtype) for w, s in pairs])
+        return fp8_block.dequantize(weight, _grid(weight, scale), dtype=dtype)
+
+    def max_error(self, w: Tensor, tensors: Mapping[str, Tensor], *, numerics: Numerics) -> Tensor:
+        scale = tensors["weight_scale"]
+        if w.ndim == 3:
+            pairs = zip(w, scale, strict=True)
+            return torch.stack([fp8_block.error_bound(part, s) for part, s in pairs])
+        return fp8_block.error_bound(w, _grid(w, scale))
+
+    def part(self, tensors: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+        scale = tensors["weight_scale"]
+        blocks = slice(rows.start // self.block, -(-rows.stop // self.block))
+        return {
+            "weight": tensors["weight"][rows],
+            "weight_scale": scale[blocks] if scale.ndim else scale,
+        }
+
+
+def _grid(w_RK: Tensor, scale: Tensor) -> Tensor:
+    return scale.reshape(fp8_block.grid_shape(len(w_RK), w_RK.shape[1]))
+
+
+def _stacked(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    weight = torch.stack([part["weight"].view(torch.uint8) for part in parts]).view(fp8.DTYPE)
+    scale = torch.stack([part["weight_scale"][:, 0, :, 0] for part in parts])
+    return {"weight": weight, "weight_scale": scale}
+
+
 def _of(w: Tensor, scale: Tensor) -> Tensor:
     """A stack's scale has axes in the peer, too, so that its quotient stays float32."""
     return scale.view(1, 1, 1) if w.ndim == 3 else scale
@@ -82,3 +157,4 @@ def _quantize(w: Tensor, scale: Tensor, numerics: Numerics) -> Tensor:
 
 PER_TENSOR = _PerTensor()
 PER_ROW = _PerRow()
+BLOCKS = _Blocks()
