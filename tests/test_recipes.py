@@ -17,6 +17,8 @@ PRESETS = [
     "fp8",
     "fp8_2d_blockwise_weight_only",
     "fp8_per_channel_per_token",
+    "int8",
+    "int8_weight_only",
     "nvfp4",
     "nvfp4_experts_only",
     "nvfp4_mlp_only",

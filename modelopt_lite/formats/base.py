@@ -59,11 +59,23 @@ def amax(w: Tensor) -> Tensor:
     return torch.maximum(-low.float(), high.float())
 
 
+def amax_along(w: Tensor, axis: int) -> Tensor:
+    """Return the largest magnitudes along an axis, float32; NaN and infinity carry over.
+
+    Without their sign bit, floating-point numbers are in the order of their bits as integers, and
+    NaN comes after all others. Comparing integers takes a fraction of the time.
+    """
+    bits = torch.int32 if w.dtype == torch.float32 else torch.int16
+    return (w.view(bits) & torch.iinfo(bits).max).amax(axis).view(w.dtype).float()
+
+
 def row_amax(w_RK: Tensor) -> Tensor:
     """Return the largest magnitude of each row, float32 [R] (or [E, R] of [E, R, K])."""
     if not w_RK.numel():
         return torch.zeros(w_RK.shape[:-1], dtype=torch.float32, device=w_RK.device)
-    return torch.maximum(w_RK.amax(-1).float(), -w_RK.amin(-1).float())
+    if w_RK.ndim != 2:
+        return torch.stack([row_amax(part) for part in w_RK])
+    return torch.cat([amax_along(w_RK[rows], -1) for rows in row_chunks(w_RK)])
 
 
 def chunk_rows(columns: int, device: torch.device) -> int:

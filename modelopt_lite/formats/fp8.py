@@ -136,7 +136,8 @@ def fake_quantize(x: Tensor, scale: Tensor) -> Tensor:
 
 def fake_quantize_per_token(x: Tensor) -> Tensor:
     """Return ``x`` [..., K] rounded to FP8 with a scale of its own for each token."""
-    return fake_quantize(x, scale_from_amax(row_amax(x)).unsqueeze(-1))
+    amax = row_amax(x.reshape(-1, x.shape[-1])).view(x.shape[:-1])
+    return fake_quantize(x, scale_from_amax(amax).unsqueeze(-1))
 
 
 def _aligned(scale: Tensor, w: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def block_amax(w_RK: Tensor) -> Tensor:
     amax_GH = w_RK.new_empty(grid_shape(rows, columns), dtype=torch.float32)
     padding = (0, -columns % BLOCK)
     for amax_H, band in zip(amax_GH, _bands(rows), strict=True):
-        amax_K = w_RK[band].abs().amax(0)
+        amax_K = base.amax_along(w_RK[band], 0)
         amax_H.copy_(torch.nn.functional.pad(amax_K, padding).view(-1, BLOCK).amax(-1))
     return amax_GH
 

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from modelopt_lite.errors import InternalError
-from modelopt_lite.formats import fp8, nvfp4
+from modelopt_lite.formats import fp8, integer, nvfp4
 from modelopt_lite.formats.codecs.base import finite
 
 
@@ -62,6 +62,13 @@ class Inputs:
 
 NONE = Inputs(name="left alone")
 FP8 = Inputs(name="FP8", bits=8, scale_of=fp8.scale_from_amax, static=fp8.fake_quantize)
+INT8 = Inputs(
+    name="INT8",
+    bits=8,
+    kind="int",
+    scale_of=integer.int8_scale,
+    static=integer.fake_quantize_int8,
+)
 FP8_PER_TOKEN = Inputs(name="FP8 by token", bits=8, dynamic=fp8.fake_quantize_per_token)
 NVFP4 = Inputs(
     name="NVFP4",

@@ -18,7 +18,7 @@ from torch import Tensor
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.formats import base, inputs
 from modelopt_lite.formats.base import Numerics, TensorSpec, row_chunks
-from modelopt_lite.formats.codecs import fp4, fp8
+from modelopt_lite.formats.codecs import fp4, fp8, integer
 from modelopt_lite.formats.codecs.base import Codec
 from modelopt_lite.formats.inputs import Inputs
 
@@ -176,6 +176,8 @@ FORMATS: Mapping[str, LinearFormat] = MappingProxyType(
             ),
             # In lower case: TensorRT-LLM knows this spelling alone, the others do not mind.
             LinearFormat("fp8_2d_blockwise_weight_only", "fp8_pb_wo", fp8.BLOCKS, inputs.NONE),
+            LinearFormat("int8", "W8A8_SQ_PER_CHANNEL", integer.INT8, inputs.INT8),
+            LinearFormat("int8_weight_only", "W8A16", integer.INT8, inputs.NONE),
             LinearFormat("nvfp4", "NVFP4", fp4.NVFP4, inputs.NVFP4),
             LinearFormat("w4a16_nvfp4", "W4A16_NVFP4", fp4.NVFP4, inputs.NONE),
         )

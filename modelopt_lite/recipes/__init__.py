@@ -19,6 +19,7 @@ KV_FORMATS = ("fp8",)
 ALIASES = {
     "fp8_pc_pt": "fp8_per_channel_per_token",
     "fp8_pb_wo": "fp8_2d_blockwise_weight_only",
+    "int8_wo": "int8_weight_only",
 }
 """Older, short names of presets."""
 

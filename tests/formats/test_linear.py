@@ -94,8 +94,11 @@ def test_damage_is_measured(name: str) -> None:
     assert measure_error(fmt, w, halved, numerics="exact").worst > 1
     assert measure_error(fmt, w.t(), tensors, numerics="exact").worst > 1
     damaged = {k: t.clone() for k, t in tensors.items()}
-    target = "weight" if name.startswith("fp8") else "weight_scale"
-    damaged[target].view(torch.uint8)[0, 0] = 0x7F
+    target = damaged["weight" if name.startswith("fp8") else "weight_scale"]
+    if target.dtype == torch.float32:
+        target.view(-1)[0] = float("nan")
+    else:
+        target.view(torch.uint8).view(-1)[0] = 0xFF if target.dtype == torch.uint8 else 0x7F
     assert not measure_error(fmt, w, damaged, numerics="exact").worst <= 1
 
 

@@ -92,3 +92,19 @@ def finite(amax: Tensor, what: str) -> Tensor:
             "or leave the module unquantized"
         )
     return amax
+
+
+def stacked(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Join the tensors of the matrices of a stack."""
+    return {k: _stack([part[k] for part in parts]) for k in parts[0]}
+
+
+def unstacked(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Take a stack's tensors apart; the reverse of `stacked`."""
+    return [{k: t[e] for k, t in tensors.items()} for e in range(len(tensors["weight"]))]
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    if parts[0].dtype.itemsize > 1:
+        return torch.stack(parts)
+    return torch.stack([t.view(torch.uint8) for t in parts]).view(parts[0].dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from modelopt_lite.formats import base, fp8, fp8_block
 from modelopt_lite.formats.base import Numerics, TensorSpec
-from modelopt_lite.formats.codecs.base import Codec, finite
+from modelopt_lite.formats.codecs.base import Codec, finite, stacked, unstacked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,8 @@ class _Blocks(Codec):
 
     def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
         if w.ndim == 3:
-            return _stacked([self.quantize(part, None, numerics="exact") for part in w])
+            parts = stacked([self.quantize(part, None, numerics="exact") for part in w])
+            return {**parts, "weight_scale": parts["weight_scale"][:, :, 0, :, 0]}
         amax_GH = fp8_block.block_amax(w)
         if amax is not None and self.shares_amax(len(w), w.shape[1], numerics):
             amax_GH = amax.view(1, 1)
@@ -114,8 +115,7 @@ class _Blocks(Codec):
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         weight, scale = tensors["weight"], tensors["weight_scale"]
         if weight.ndim == 3:
-            pairs = zip(weight, scale, strict=True)
-            return torch.stack([fp8_block.dequantize(w, s, dtype=dtype) for w, s in pairs])
+            return torch.stack([self.dequantize(part, dtype) for part in unstacked(tensors)])
         return fp8_block.dequantize(weight, _grid(weight, scale), dtype=dtype)
 
     def max_error(self, w: Tensor, tensors: Mapping[str, Tensor], *, numerics: Numerics) -> Tensor:
@@ -136,12 +136,6 @@ class _Blocks(Codec):
 
 def _grid(w_RK: Tensor, scale: Tensor) -> Tensor:
     return scale.reshape(fp8_block.grid_shape(len(w_RK), w_RK.shape[1]))
-
-
-def _stacked(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    weight = torch.stack([part["weight"].view(torch.uint8) for part in parts]).view(fp8.DTYPE)
-    scale = torch.stack([part["weight_scale"][:, 0, :, 0] for part in parts])
-    return {"weight": weight, "weight_scale": scale}
 
 
 def _of(w: Tensor, scale: Tensor) -> Tensor:
