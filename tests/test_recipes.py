@@ -17,6 +17,7 @@ PRESETS = [
     "fp8",
     "fp8_2d_blockwise_weight_only",
     "fp8_per_channel_per_token",
+    "int4_weight_only",
     "int8",
     "int8_weight_only",
     "nvfp4",

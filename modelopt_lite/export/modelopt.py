@@ -68,6 +68,8 @@ def _layer(fmt: LinearFormat, plan: Plan) -> dict[str, Any]:
     silent = plan.numerics == "modelopt" and fmt.quant_algo in _PEER_SILENT
     if fmt.group_size is not None and not silent:
         layer["group_size"] = fmt.group_size
+    if "AWQ" in fmt.quant_algo:  # readers look for what the peer states even where it does not hold
+        layer |= {"has_zero_point": False, "pre_quant_scale": False}
     return layer
 
 

@@ -178,6 +178,7 @@ FORMATS: Mapping[str, LinearFormat] = MappingProxyType(
             LinearFormat("fp8_2d_blockwise_weight_only", "fp8_pb_wo", fp8.BLOCKS, inputs.NONE),
             LinearFormat("int8", "W8A8_SQ_PER_CHANNEL", integer.INT8, inputs.INT8),
             LinearFormat("int8_weight_only", "W8A16", integer.INT8, inputs.NONE),
+            LinearFormat("int4_weight_only", "W4A16_AWQ", integer.INT4, inputs.NONE),
             LinearFormat("nvfp4", "NVFP4", fp4.NVFP4, inputs.NVFP4),
             LinearFormat("w4a16_nvfp4", "W4A16_NVFP4", fp4.NVFP4, inputs.NONE),
         )

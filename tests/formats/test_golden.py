@@ -59,6 +59,7 @@ CASES = {
     "llama-fp8_pc_pt": "fp8_per_channel_per_token",
     "llama-fp8_pb_wo": "fp8_2d_blockwise_weight_only",
     "llama-int8_wo": "int8_weight_only",
+    "llama-int4_wo": "int4_weight_only",
     "llama-nvfp4": "nvfp4",
     "llama-w4a16_nvfp4": "w4a16_nvfp4",
     "llama_f32-nvfp4": "nvfp4",

@@ -1,4 +1,4 @@
-"""INT8: against float64 arithmetic, its bound and how tight it is, edges and ties."""
+"""INT8 and INT4: against float64 arithmetic, its bound and how tight it is, edges and ties."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from modelopt_lite.errors import ShapeError
 from modelopt_lite.formats import base, integer
 from modelopt_lite.formats.linear import FORMATS
 
@@ -52,7 +53,50 @@ def test_int8_codes(w: Tensor) -> None:
     assert integer.quantize_int8(value, scale).equal(codes)
 
 
-@pytest.mark.parametrize("name", ["int8", "int8_weight_only"])
+@quick
+@given(matrices())
+def test_int4_codes(w: Tensor) -> None:
+    amax = integer.block_amax(w)
+    assert amax.equal(w.float().abs().view(len(w), -1, 128).amax(-1))
+    scale = integer.scale_from_amax(amax, largest=7)
+    wide = scale.repeat_interleave(128, 1)
+    packed = integer.quantize_int4(w, scale)
+    expected = nearest(w.float() / wide, 7)
+    low, high = packed & 15, packed >> 4
+    codes = torch.stack([low, high], dim=1).view(w.shape).double()
+    assert torch.where(codes > 7, codes - 16, codes).equal(expected)
+    value = integer.dequantize_int4(packed, scale)
+    error = (value.double() - w.double()).abs()
+    assert bool((error <= integer.error_bound(w, wide).double()).all())
+    assert integer.quantize_int4(value, scale).equal(packed)
+
+
+def test_int4_in_bytes() -> None:
+    """Byte by byte: the even row in the low nibble, in two's complement, -8 only past the edge."""
+    w = torch.zeros(4, 128)
+    w[:2, :4] = torch.tensor([[7.0, -7.0, 0.5, 1.5], [-1.0, 2.5, -0.5, 6.5]])
+    w[2, 0], w[3, 0] = 14.0, -16.0
+    one = torch.ones(4, 1)
+    packed = integer.quantize_int4(w, one)
+    assert packed[0, :5].tolist() == [0xF7, 0x29, 0x00, 0x62, 0x00]
+    assert packed[1, 0] == 0x87
+    value = integer.dequantize_int4(packed, one)
+    assert value[:, 0].tolist() == [7, -1, 7, -8]
+    assert integer.scale_from_amax(integer.block_amax(w[:1] * 0), largest=7).tolist() == [[1]]
+
+
+def test_int4_refuses() -> None:
+    fmt = FORMATS["int4_weight_only"]
+    assert fmt.problem((3, 128)) == "R=3 is odd, and two rows share a byte"
+    assert fmt.problem((2, 128, 3), stacked_input_major=True) is not None
+    assert fmt.problem((4, 64)) == "K=64 is not a multiple of 128"
+    with pytest.raises(ShapeError, match="got 3 rows"):
+        integer.quantize_int4(torch.zeros(3, 128), torch.ones(3, 1))
+    with pytest.raises(ShapeError, match=r"got shape \[4, 64\]"):
+        integer.block_amax(torch.zeros(4, 64))
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_weight_only", "int4_weight_only"])
 def test_bound_is_reached(name: str) -> None:
     w = torch.linspace(-127, 127, 4 * 9984).view(4, 9984).flip(0)
     w[:, 0] = 127
