@@ -221,7 +221,7 @@ def _decode(info: TensorInfo, encoded: Encoded, codes: Tensor, scales: list[Tens
                 f"{info.file}: scale {encoded.scales[0]!r} holds a NaN (byte 255); the source is "
                 "damaged, download or save it again"
             )
-        return mxfp4.dequantize(codes, scale, info.dtype, input_major=True)
+        return mxfp4.dequantize_groups(codes, scale, info.dtype, input_major=True)
     if encoded.block is not None:
         return fp8_block.dequantize(codes, scale.float(), encoded.block, info.dtype)
     if encoded.format == "fp8":

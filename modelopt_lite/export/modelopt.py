@@ -20,7 +20,7 @@ QUANT_CONFIG_FILE = "hf_quant_config.json"
 # TensorRT-LLM knows the nested file by the producer's name; the version is the dialect's.
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 # Algorithms whose group size the peer leaves out.
-_PEER_SILENT = {"fp8_pb_wo"}
+_PEER_SILENT = {"fp8_pb_wo", "mxfp4"}
 # The only single formats that the peer describes in numbers, too; others are known by name alone.
 _PEER_GROUPS = {"FP8", "NVFP4", "W4A16_NVFP4"}
 

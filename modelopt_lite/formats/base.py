@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Numerics = Literal["exact", "modelopt"]
 """``modelopt`` gives the bytes of Model Optimizer 0.47, ``exact`` the better arithmetic."""
@@ -76,6 +77,14 @@ def row_amax(w_RK: Tensor) -> Tensor:
     if w_RK.ndim != 2:
         return torch.stack([row_amax(part) for part in w_RK])
     return torch.cat([amax_along(w_RK[rows], -1) for rows in row_chunks(w_RK)])
+
+
+def block_amax(size: Tensor, block: int) -> Tensor:
+    """Return the largest of each ``block`` neighbours of a contiguous float32 >= 0; NaN stays."""
+    if size.device.type == "cpu" and size.numel() and block < 32:
+        # The same maxima as amax; of 16 in about half the time, of 32 no more.
+        return functional.max_pool1d(size.view(1, 1, -1), block).view(-1)
+    return size.view(-1, block).amax(-1)
 
 
 def chunk_rows(columns: int, device: torch.device) -> int:

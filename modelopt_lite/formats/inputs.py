@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from modelopt_lite.errors import InternalError
-from modelopt_lite.formats import fp8, integer, nvfp4
+from modelopt_lite.formats import fp8, integer, mxfp4, mxfp8, nvfp4
 from modelopt_lite.formats.codecs.base import finite
 
 
@@ -70,6 +70,9 @@ INT8 = Inputs(
     static=integer.fake_quantize_int8,
 )
 FP8_PER_TOKEN = Inputs(name="FP8 by token", bits=8, dynamic=fp8.fake_quantize_per_token)
+FP8_AT_RUN_TIME = Inputs(name="FP8 at run time", bits=8, dynamic=fp8.fake_quantize_per_tensor)
+MXFP4 = Inputs(name="MXFP4", bits=4, group_size=mxfp4.BLOCK, dynamic=mxfp4.fake_quantize)
+MXFP8 = Inputs(name="MXFP8", bits=8, group_size=mxfp4.BLOCK, dynamic=mxfp8.fake_quantize)
 NVFP4 = Inputs(
     name="NVFP4",
     bits=4,

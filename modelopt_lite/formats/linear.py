@@ -181,6 +181,16 @@ FORMATS: Mapping[str, LinearFormat] = MappingProxyType(
             LinearFormat("int4_weight_only", "W4A16_AWQ", integer.INT4, inputs.NONE),
             LinearFormat("nvfp4", "NVFP4", fp4.NVFP4, inputs.NVFP4),
             LinearFormat("w4a16_nvfp4", "W4A16_NVFP4", fp4.NVFP4, inputs.NONE),
+            LinearFormat("w4a16_nvfp4_32", "W4A16_NVFP4", fp4.NVFP4_OF_32, inputs.NONE),
+            LinearFormat("w4a8_nvfp4_fp8", "W4A8_NVFP4_FP8", fp4.NVFP4_FOR_FP8, inputs.FP8),
+            LinearFormat("mxfp8", "MXFP8", fp8.MXFP8, inputs.MXFP8),
+            LinearFormat("mxfp4", "mxfp4", fp4.MXFP4, inputs.MXFP4),
+            LinearFormat("w4a16_mxfp4", "mxfp4", fp4.MXFP4, inputs.NONE),
+            LinearFormat("w4a8_mxfp4_fp8", "W4A8_MXFP4_FP8", fp4.MXFP4, inputs.FP8),
+            # What the peer's preset amounts to: it is not calibrated, and so has no input_scale.
+            LinearFormat(
+                "w4a8_mxfp4_fp8_dynamic", "W4A8_MXFP4_FP8", fp4.MXFP4, inputs.FP8_AT_RUN_TIME
+            ),
         )
     }
 )

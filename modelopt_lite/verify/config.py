@@ -30,6 +30,7 @@ _OTHER_ALGOS = frozenset(
         "W8A16",
         "INT8",
         "FP8_BLOCK_SCALES",
+        "MXFP4",
         "W4A8_NVFP4_FP8",
         "W4A8_MXFP4_FP8",
         "MIXED_PRECISION",

@@ -145,7 +145,8 @@ def test_bound_holds(w: Tensor, numerics: Numerics, name: str, group: float) -> 
     error = (value.double() - w.double()).abs()
     assert bool((error <= fmt.max_error(w, tensors, numerics=numerics).double()).all())
     assert bool((value[w == 0] == 0).all())
-    assert all(bool((t.float() > 0).all()) for k, t in tensors.items() if "scale" in k)
+    scales = [t for k, t in tensors.items() if "scale" in k and t.dtype != torch.uint8]
+    assert all(bool((t.float() > 0).all()) for t in scales)
 
 
 def sweep(blocks: int) -> Tensor:
@@ -194,12 +195,15 @@ def test_again_gives_the_same_values(w: Tensor, name: str) -> None:
     tensors = fmt.quantize(w, amax, numerics="exact")
     value = fmt.dequantize(tensors, torch.float32)
     repeated = fmt.quantize(value, amax, numerics="exact")
+    if fmt.codec.stacks_as_stored:  # MX: half the power of two may do, see test_mx.py
+        assert fmt.dequantize(repeated, torch.float32).equal(value)
+        return
     if "weight_scale_2" not in tensors:
         assert raw(repeated["weight"]).equal(raw(tensors["weight"]))
         return
     # A block whose largest value was rounded may get another scale, under which the bound holds.
     again = fmt.dequantize(repeated, torch.float32)
-    bound = nvfp4.error_bound(value, tensors["weight_scale_2"])
+    bound = fmt.max_error(value, tensors, numerics="exact")
     assert bool(((again - value).abs() <= bound).all())
 
 

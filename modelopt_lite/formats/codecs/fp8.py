@@ -1,4 +1,4 @@
-"""Weights in FP8 E4M3, with one scale a matrix, one a row, or one a block."""
+"""Weights in FP8 E4M3, with a float32 scale a matrix, row or block, or a power of two (MXFP8)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modelopt_lite.formats import base, fp8, fp8_block
+from modelopt_lite.formats import base, fp8, fp8_block, mxfp4, mxfp8
 from modelopt_lite.formats.base import Numerics, TensorSpec
 from modelopt_lite.formats.codecs.base import Codec, finite, stacked, unstacked
 
@@ -134,6 +134,40 @@ class _Blocks(Codec):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class _MxFp8(Codec):
+    """MXFP8: a power of two for 32 neighbours in a row."""
+
+    num_bits: int = 8
+    bits: float = 8.25
+    code_dtype: torch.dtype = fp8.DTYPE
+    block: int = mxfp4.BLOCK
+    stacks_as_stored: bool = True
+
+    def tensors(
+        self, lead: tuple[int, ...], rows: int, columns: int, numerics: Numerics
+    ) -> tuple[TensorSpec, ...]:
+        return (
+            TensorSpec("weight", fp8.DTYPE, (*lead, rows, columns)),
+            TensorSpec("weight_scale", torch.uint8, (*lead, rows, columns // self.block)),
+        )
+
+    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+        if w.ndim == 3:
+            return stacked([self.quantize(part, None, numerics=numerics) for part in w])
+        finite(base.amax(w) if amax is None else amax, "a weight")
+        codes, scale = mxfp8.quantize(w, numerics=numerics)
+        return {"weight": codes, "weight_scale": scale}
+
+    def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        if tensors["weight"].ndim == 3:
+            return torch.stack([self.dequantize(part, dtype) for part in unstacked(tensors)])
+        return mxfp8.dequantize(tensors["weight"], tensors["weight_scale"], dtype)
+
+    def max_error(self, w: Tensor, tensors: Mapping[str, Tensor], *, numerics: Numerics) -> Tensor:
+        return mxfp8.error_bound(w, tensors["weight_scale"])
+
+
 def _grid(w_RK: Tensor, scale: Tensor) -> Tensor:
     return scale.reshape(fp8_block.grid_shape(len(w_RK), w_RK.shape[1]))
 
@@ -152,3 +186,4 @@ def _quantize(w: Tensor, scale: Tensor, numerics: Numerics) -> Tensor:
 PER_TENSOR = _PerTensor()
 PER_ROW = _PerRow()
 BLOCKS = _Blocks()
+MXFP8 = _MxFp8()
