@@ -12,7 +12,16 @@ from modelopt_lite.recipes import preset_names
 
 INPUTS = Path(__file__).parent / "data" / "golden" / "inputs"
 # Stacks of experts whose reduction axis comes first.
-STACKED = ["fp8", "fp8_2d_blockwise_weight_only", "int8", "int4_weight_only", "nvfp4"]
+STACKED = [
+    "fp8",
+    "fp8_2d_blockwise_weight_only",
+    "int8",
+    "int4_weight_only",
+    "nvfp4",
+    "w4a8_nvfp4_fp8",
+    "mxfp4",
+    "mxfp8",
+]
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,25 @@ PRESETS = [
     "int4_weight_only",
     "int8",
     "int8_weight_only",
+    "mxfp4",
+    "mxfp4_mlp_weight_only",
+    "mxfp8",
     "nvfp4",
     "nvfp4_experts_only",
     "nvfp4_mlp_only",
+    "nvfp4_mlp_weight_only",
+    "nvfp4_omlp_only",
     "w4a16_nvfp4",
+    "w4a8_mxfp4_fp8",
+    "w4a8_nvfp4_fp8",
 ]
-PARTIAL = {"nvfp4_experts_only", "nvfp4_mlp_only"}
+PARTIAL = {
+    "mxfp4_mlp_weight_only",
+    "nvfp4_experts_only",
+    "nvfp4_mlp_only",
+    "nvfp4_mlp_weight_only",
+    "nvfp4_omlp_only",
+}
 
 
 def test_presets_are_the_files() -> None:
