@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_lite.calibrate.all_experts import calibrate_all_experts
-from modelopt_lite.calibrate.attention import CacheStats, watch_attention
+from modelopt_lite.calibrate.attention import watch_attention
+from modelopt_lite.calibrate.cache import CacheStats
 from modelopt_lite.calibrate.observe import InputStats, InputWatch, Site
 from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.checkpoint.writer import StreamingWriter
@@ -23,8 +24,9 @@ from modelopt_lite.formats.linear import ErrorReport
 from modelopt_lite.offload.lockstep import Lockstep
 from modelopt_lite.offload.memory import release_freed
 from modelopt_lite.offload.units import Unit, WeightStore, output_head
-from modelopt_lite.plan import Copy, Matrix, Output, Plan
+from modelopt_lite.plan import Copy, Matrix, Plan
 from modelopt_lite.progress import Progress
+from modelopt_lite.select import Output
 
 
 @dataclass(slots=True)
@@ -153,16 +155,19 @@ class Exporter:
         for scales in self._plan.kv_cache:
             if scales.unit != unit.name:
                 continue
-            for output, seen in (
-                (scales.key, self._evidence.cache.key),
-                (scales.value, self._evidence.cache.value),
+            for output, bias, seen in (
+                (scales.key, scales.key_bias, self._evidence.cache.key),
+                (scales.value, scales.value_bias, self._evidence.cache.value),
             ):
                 if scales.module not in seen:
                     raise CalibrationError(
                         f"no keys or values of the attention layer {scales.module!r} were seen, so "
                         "its KV cache has no scales; run without kv_cache"
                     )
-                self._write(output, fp8.scale_from_amax(seen[scales.module].float()))
+                found = seen[scales.module]
+                self._write(output, fp8.scale_from_amax(found.amax.float()))
+                if bias is not None and found.bias is not None:
+                    self._write(bias, found.bias)
 
 
 def _check_groups(matrices: Sequence[Matrix]) -> None:

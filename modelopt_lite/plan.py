@@ -13,32 +13,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelopt_lite.cache_scales import KVCacheScale, find_caches
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.names import NameMap, Region, map_names, natural_key
 from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.formats.base import Numerics
+from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.formats.linear import FORMATS, LinearFormat, get_format
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ModelSpec, PTQSpec, ptq_facts
-from modelopt_lite.offload.patterns import match_part
-from modelopt_lite.offload.units import Unit, find_units, output_head, text_model
+from modelopt_lite.offload.units import Unit, find_units, output_head
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import (
     Candidate,
+    Output,
     TensorShape,
     apply_recipe,
     check_shapes,
     find_candidates,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A tensor of the export."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +69,6 @@ class Matrix:
     def site(self) -> Site:
         """Where its inputs are seen."""
         return Site(self.entry, self.expert)
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheScale:
-    """The scales of one attention layer's key and value cache."""
-
-    module: str
-    unit: str
-    key: Output
-    value: Output
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +148,7 @@ def make_plan(
         SpecError: The model's experts cannot be understood without a spec.
     """
     fmt = get_format(recipe.weights)
+    cache = CACHE_FORMATS[recipe.kv_cache] if recipe.kv_cache else None
     spec = get_spec(model_type)
     ptq = ptq_facts(spec)
     names = map_names(model, {name: info.shape for name, info in tensors.items()})
@@ -187,7 +171,11 @@ def make_plan(
         spec=spec,
         matrices=matrices,
         copies=_copies(candidates, matrices, tensors, _widened(ptq, numerics)),
-        kv_cache=_kv_cache(model, names, unit_of, ptq) if recipe.kv_cache else [],
+        kv_cache=(
+            find_caches(model, names, tensors, unit_of, ptq, cache)
+            if cache is not None and cache.scaled
+            else []
+        ),
         outputs=[],
         excluded={c.name: c.skip for c in candidates if c.skip},
         unquantized=[],
@@ -319,56 +307,10 @@ def _copies(
     return copies
 
 
-def _kv_cache(
-    model: nn.Module, names: NameMap, unit_of: Mapping[str, str], ptq: PTQSpec
-) -> list[KVCacheScale]:
-    """Find every attention layer: it has key and value projections, or is called an attention.
-
-    Latent attention (MLA) has no such projections; engines look for its scales under their names.
-    """
-    key_name, value_name = ptq.key_value_names
-    found = []
-    inside = set(text_model(model).modules())
-    for path, module in model.named_modules():
-        if module not in inside:
-            continue
-        children = dict(module.named_children())
-        named = key_name in children and value_name in children
-        if not named and not type(module).__name__.lower().endswith("attention"):
-            continue
-        linear = key_name if named else _first_linear(module)
-        group = names.by_target.get(f"{path}.{linear}.weight")
-        if group is None or _is_skipped(group.sources[0], ptq):
-            continue
-        prefix = group.sources[0].removesuffix(f".{linear}.weight")
-        found.append(
-            KVCacheScale(
-                module=path,
-                unit=unit_of[group.targets[0]],
-                key=Output(f"{prefix}.{key_name}.k_scale", torch.float32, ()),
-                value=Output(f"{prefix}.{value_name}.v_scale", torch.float32, ()),
-            )
-        )
-    if not found:
-        raise RecipeError(
-            f"the recipe asks for KV cache scales, but no module has {key_name!r} and "
-            f"{value_name!r} or is an attention; leave kv_cache out"
-        )
-    return found
-
-
-def _first_linear(module: nn.Module) -> str | None:
-    return next((n for n, child in module.named_children() if isinstance(child, nn.Linear)), None)
-
-
-def _is_skipped(source: str, ptq: PTQSpec) -> bool:
-    return any(match_part(p, source.removesuffix(".weight")) for p in ptq.skip_modules)
-
-
 def _ordered_outputs(plan: Plan) -> list[Output]:
     outputs = [copy.output for copy in plan.copies]
     outputs += [output for m in plan.matrices for output in m.outputs.values()]
-    outputs += [output for kv in plan.kv_cache for output in (kv.key, kv.value)]
+    outputs += [output for kv in plan.kv_cache for output in kv.outputs]
     return sorted(outputs, key=lambda output: natural_key(output.name))
 
 

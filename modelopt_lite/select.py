@@ -61,6 +61,15 @@ class TensorShape:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor of the export."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 def find_candidates(
     model: nn.Module,
     names: NameMap,

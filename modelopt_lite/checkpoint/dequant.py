@@ -43,7 +43,7 @@ _MODEL_DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-_KV_SCALE = re.compile(r"(^|[._])((q|k|v|kv|prob)_scale|[kv]_proj\.output_scale)$")
+_KV_SCALE = re.compile(r"(^|[._])((q|k|v|kv|prob)_scale|[kv]_proj\.(output_scale|[kv]_bias))$")
 _INPUT_SCALE = re.compile(r"[._](input_scale|activation_scale)$")
 
 
@@ -168,7 +168,7 @@ class DequantizedSource:
             elif _INPUT_SCALE.search(stored):
                 self.dropped[stored] = "activation scale of the source's own quantization"
             elif _KV_SCALE.search(stored):
-                self.dropped[stored] = "KV-cache scale of the source's own quantization"
+                self.dropped[stored] = "KV-cache scale or bias of the source's own quantization"
             elif stored not in scales:
                 refuse_foreign(self.base, info, self.quantization)
                 tensors[stored] = info

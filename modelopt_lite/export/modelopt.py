@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from modelopt_lite.checkpoint.reader import cut_layer_types
+from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.formats.declared import MIXED
 from modelopt_lite.formats.linear import FORMATS, LinearFormat
 from modelopt_lite.plan import Plan
@@ -51,15 +52,20 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
         section |= {"quantized_layers": _layers(plan), "ignore": [], "quant_algo": MIXED}
     else:
         section["ignore"] = []
-    if plan.kv_cache:
-        section["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    if (algo := _kv_algo(plan)) is not None:
+        eight = {"dynamic": False, "num_bits": 8, "type": "float"}
+        section["kv_cache_scheme"] = eight if algo == "FP8" else algo
     section["producer"] = dict(_PRODUCER)
     section["quant_method"] = "modelopt"
     return section
 
 
 def _kv_algo(plan: Plan) -> str | None:
-    return "FP8" if plan.kv_cache else None
+    """Name of the cache's format. The peer calls affine FP8 plain, which loses its biases."""
+    if plan.recipe.kv_cache is None:
+        return None
+    algo = CACHE_FORMATS[plan.recipe.kv_cache].algo
+    return "FP8" if algo == "FP8_AFFINE" and plan.numerics == "modelopt" else algo
 
 
 def _layer(fmt: LinearFormat, plan: Plan) -> dict[str, Any]:

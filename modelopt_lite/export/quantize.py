@@ -10,7 +10,8 @@ from torch import Tensor
 from modelopt_lite.errors import InternalError, NonFiniteError
 from modelopt_lite.formats.base import Numerics, amax
 from modelopt_lite.formats.linear import FORMATS, ErrorReport, measure_error
-from modelopt_lite.plan import Matrix, Output
+from modelopt_lite.plan import Matrix
+from modelopt_lite.select import Output
 
 Write = Callable[[Output, Tensor], None]
 

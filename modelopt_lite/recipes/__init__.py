@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from modelopt_lite.errors import RecipeError
+from modelopt_lite.formats.cache import CACHE_FORMATS
 
 _PRESETS = Path(__file__).parent
-KV_FORMATS = ("fp8",)
+KV_FORMATS = tuple(CACHE_FORMATS)
 ALIASES = {
     "fp8_pc_pt": "fp8_per_channel_per_token",
     "fp8_pb_wo": "fp8_2d_blockwise_weight_only",

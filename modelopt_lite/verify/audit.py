@@ -18,13 +18,12 @@ from modelopt_lite.verify.config import (
     QuantConfig,
     check_algo,
     check_excludes,
-    check_kv_config,
     open_modules,
 )
 from modelopt_lite.verify.export import Export
 from modelopt_lite.verify.files import open_export
 from modelopt_lite.verify.findings import Finding, Severity, shorten
-from modelopt_lite.verify.groups import check_experts, check_groups, check_kv
+from modelopt_lite.verify.groups import check_experts, check_groups, check_kv, check_kv_config
 from modelopt_lite.verify.source import check_sidecars, check_source
 from modelopt_lite.verify.tensors import check_layout, check_values
 

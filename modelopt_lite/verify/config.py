@@ -369,23 +369,6 @@ def _check_layer(export: Export, layer: EngineLayer, entries: list[str]) -> Iter
         )
 
 
-def check_kv_config(export: Export, config: QuantConfig) -> Iterator[Finding]:
-    """Rule ``kv-config``: a KV format is stated exactly where scales for it exist."""
-    if config.kv_cache and not export.kv_scales:
-        yield Finding(
-            "kv-config",
-            f"{export.folder}: the configs state a {config.kv_cache} KV cache, and no k_scale or "
-            "v_scale exists; engines then scale by 1, export again",
-        )
-    elif export.kv_scales and not config.kv_cache:
-        name = export.kv_scales[0].tensor.name
-        yield Finding(
-            "kv-config",
-            f"{export.folder}: {name!r} exists, and the configs state no KV cache format; engines "
-            "ignore it, export again",
-        )
-
-
 def tied(config: dict[str, Any]) -> bool:
     """Return whether the output head is the embedding, by a config or one nested in it."""
     return any(part.get("tie_word_embeddings") is True for part in nested(config))

@@ -25,6 +25,7 @@ _SCALE = re.compile(
     r"(?P<suffix>weight_scale_2|weight_scale|input_scale|pre_quant_scale)"
 )
 _KV_SCALE = re.compile(r"(?P<module>.+)\.(?P<which>[kv])_scale")
+_KV_BIAS = re.compile(r".+\.[kv]_proj\.[kv]_bias")
 _CHUNK_BYTES = 1 << 24
 
 
@@ -79,6 +80,7 @@ class Export:
         spec: The model's spec, if it has one.
         modules: By name.
         kv_scales: Scales of the key and value cache.
+        kv_biases: Names of the biases of an affine one.
         declared: The formats that the configs state.
     """
 
@@ -87,6 +89,7 @@ class Export:
     spec: ModelSpec | None
     modules: dict[str, Module]
     kv_scales: tuple[KVScale, ...]
+    kv_biases: frozenset[str]
     declared: Declared
 
     @property
@@ -173,7 +176,8 @@ def read_export(checkpoint: Checkpoint, declared: Declared) -> Export:
             module.weight, module.stacked = info, True
     model_type = checkpoint.config.get("model_type")
     spec = get_spec(model_type) if isinstance(model_type, str) else None
-    return Export(checkpoint.path, checkpoint, spec, modules, tuple(kv_scales), declared)
+    biases = frozenset(name for name in checkpoint.tensors if _KV_BIAS.fullmatch(name))
+    return Export(checkpoint.path, checkpoint, spec, modules, tuple(kv_scales), biases, declared)
 
 
 def _may_be_stack(name: str, info: TensorInfo) -> bool:

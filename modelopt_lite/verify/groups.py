@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from modelopt_lite.offload.patterns import match_part
+from modelopt_lite.verify.config import QuantConfig
 from modelopt_lite.verify.export import Export, KVScale, Module, nested, scalar
 from modelopt_lite.verify.findings import Finding, shorten
 
@@ -141,4 +142,35 @@ def check_kv(export: Export) -> Iterator[Finding]:
             f"{export.folder}: {shorten(absent)} has no k_scale and v_scale, other layers have; "
             "engines scale its cache by 1, export again",
             "error" if export.spec else "warning",  # without a spec it may be of a vision tower
+        )
+
+
+def check_kv_config(export: Export, config: QuantConfig) -> Iterator[Finding]:
+    """Rule ``kv-config``: scales of a KV cache exist where a format for it is stated.
+
+    A format without scales is a warning: ``fp8_cast`` and ``nvfp4_cast`` mean it. An affine format
+    has biases, and others have none.
+    """
+    affine = (config.kv_cache or "").upper().endswith("_AFFINE")
+    if affine != bool(export.kv_biases):
+        yield Finding(
+            "kv-config",
+            f"{export.folder}: the configs state the KV cache format {config.kv_cache}, and "
+            f"{len(export.kv_biases)} tensors k_bias and v_bias exist; engines then subtract "
+            "nothing, or what is not there, export again",
+            "error" if affine else "warning",
+        )
+    if config.kv_cache and not export.kv_scales:
+        yield Finding(
+            "kv-config",
+            f"{export.folder}: the configs state a {config.kv_cache} KV cache, and no k_scale or "
+            "v_scale exists; engines then scale by 1, export again if that is not meant",
+            "warning",
+        )
+    elif export.kv_scales and not config.kv_cache:
+        name = export.kv_scales[0].tensor.name
+        yield Finding(
+            "kv-config",
+            f"{export.folder}: {name!r} exists, and the configs state no KV cache format; engines "
+            "ignore it, export again",
         )

@@ -158,6 +158,7 @@ def _same_bytes(source: Source, info: TensorInfo, written: TensorInfo) -> bool:
 
 def _extra(export: Export, source: Source, origins: dict[str, Origin]) -> Iterator[Finding]:
     known = set(source.tensors) | {scale.tensor.name for scale in export.kv_scales}
+    known |= export.kv_biases
     for name in origins:
         module = export.modules.get(name)
         if module is not None:
