@@ -70,7 +70,7 @@ class Job:
         entries = self.model.state_dict(keep_vars=True)
         sizes = {name: t.numel() * t.element_size() for name, t in entries.items()}
         unit = max(sum(sizes[e] for e in u.entries) for u in self.plan.units)
-        matrix = max(math.prod(m.shape) for m in self.plan.matrices)
+        matrix = max((math.prod(m.shape) for m in self.plan.matrices), default=0)
         config = self.model.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         hidden = int(getattr(text, "hidden_size", 0))

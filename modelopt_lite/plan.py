@@ -147,15 +147,16 @@ def make_plan(
         ShapeError: A matrix that the format cannot hold.
         SpecError: The model's experts cannot be understood without a spec.
     """
-    fmt = get_format(recipe.weights)
+    for name in recipe.formats:
+        get_format(name)
     cache = CACHE_FORMATS[recipe.kv_cache] if recipe.kv_cache else None
     spec = get_spec(model_type)
     ptq = ptq_facts(spec)
     names = map_names(model, {name: info.shape for name, info in tensors.items()})
     modules = (name.rpartition(".")[0] for name in tensors)
     candidates = apply_recipe(find_candidates(model, names, tensors, spec), recipe, modules)
-    candidates = _whole_groups(check_shapes(candidates, fmt, on_bad_shape), ptq)
-    if all(c.skip for c in candidates):
+    candidates = _whole_groups(check_shapes(candidates, on_bad_shape), ptq)
+    if all(c.skip for c in candidates) and (recipe.formats or cache is None):
         reasons = sorted({str(c.skip) for c in candidates})
         raise RecipeError(
             f"the recipe {recipe.name!r} leaves nothing to quantize ({len(candidates)} matrices, "
@@ -163,7 +164,7 @@ def make_plan(
         )
     units = find_units(model, ptq.layer_names)
     unit_of = {entry: unit.name for unit in units for entry in unit.entries}
-    matrices = _matrices(candidates, names, unit_of, recipe, numerics, ptq)
+    matrices = _matrices(candidates, names, unit_of, numerics, ptq)
     plan = Plan(
         recipe=recipe,
         numerics=numerics,
@@ -200,14 +201,26 @@ def fused_group(name: str, role: str, ptq: PTQSpec) -> str | None:
 
 
 def _whole_groups(candidates: list[Candidate], ptq: PTQSpec) -> list[Candidate]:
-    """Leave out all of a group that engines treat as one layer where any member is left out."""
+    """Leave out all of a group that engines treat as one layer where any member is left out.
+
+    Raises:
+        RecipeError: The recipe gives members of such a group different formats.
+    """
     left_out: dict[str, str] = {}
+    first: dict[str, Candidate] = {}
     keys: list[str | None] = []
     for c in candidates:
         key = c.experts if c.experts and not c.stacked else fused_group(c.name, c.role, ptq)
         keys.append(key)
-        if key is not None and c.skip is not None:
+        if key is None:
+            continue
+        if c.skip is not None:
             left_out.setdefault(key, c.name)
+        elif (other := first.setdefault(key, c)).format != c.format:
+            raise RecipeError(
+                f"the recipe gives {other.name!r} the format {other.format!r} and {c.name!r} "
+                f"{c.format!r}, and engines join the two into one layer; name both in one override"
+            )
     return [
         replace(c, skip=f"engines fuse it with {left_out[key]}, which is left out")
         if c.skip is None and key in left_out
@@ -220,15 +233,14 @@ def _matrices(
     candidates: Iterable[Candidate],
     names: NameMap,
     unit_of: Mapping[str, str],
-    recipe: Recipe,
     numerics: Numerics,
     ptq: PTQSpec,
 ) -> list[Matrix]:
-    fmt = FORMATS[recipe.weights]
     matrices = []
     for c in candidates:
         if c.skip is not None:
             continue
+        fmt = FORMATS[c.format]
         place = names.place(c.source)
         if place is None:
             raise SpecError(

@@ -27,6 +27,7 @@ GOLDEN = Path(__file__).parent / "data" / "golden"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if (path / "export").is_dir())
 RECIPES: dict[str, str | Recipe] = {
     "int4_wo": "int4_weight_only",
+    "kv_fp8_only": Recipe(name="kv_fp8_only", weights="none", kv_cache="fp8"),
     # The peer's preset is not calibrated; with "algorithm: max" it is what ours is.
     "w4a8_mxfp4_fp8": Recipe(name="dynamic", weights="w4a8_mxfp4_fp8_dynamic"),
     "w4a8_mxfp4_fp8_max": "w4a8_mxfp4_fp8",
@@ -74,7 +75,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_promised_case_is_there() -> None:
-    assert len(CASES) == 25
+    assert len(CASES) == 26
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -97,7 +98,7 @@ def test_tensors_are_the_peers(case: str, tmp_path: Path) -> None:
 
 
 def excluded(config: dict[str, Any], names: list[str], key: str) -> set[str]:
-    return {name for name in names if vllm_excluded(name, config[key])}
+    return {name for name in names if vllm_excluded(name, config.get(key, []))}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -115,6 +116,7 @@ def test_configs_say_the_same_to_an_engine(case: str, tmp_path: Path) -> None:
         assert mine["quantization"].get(key) == other["quantization"].get(key)
     key = "exclude_modules"
     assert excluded(mine["quantization"], names, key) == excluded(other["quantization"], names, key)
+    assert mine["quantization"].keys() == other["quantization"].keys()
     flat, other_flat = (
         json.loads((f / "config.json").read_text())["quantization_config"] for f in (ours, theirs)
     )

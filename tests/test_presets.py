@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from safetensors.torch import load_file
 from modelopt_lite import perplexity, quantize_and_export
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.formats.cache import CACHE_FORMATS
-from modelopt_lite.recipes import preset_names
+from modelopt_lite.recipes import Override, Recipe, preset_names
 from modelopt_lite.verify.audit import audit
 
 INPUTS = Path(__file__).parent / "data" / "golden" / "inputs"
@@ -98,3 +100,121 @@ def test_latent_attention_has_no_affine_cache(tmp_path: Path) -> None:
             device="cpu",
             progress=False,
         )
+
+
+MIXED = Recipe(
+    name="mixed",
+    weights="nvfp4",
+    kv_cache="fp8",
+    overrides=(
+        Override(modules=("*.self_attn",), weights="fp8"),
+        Override(modules=("*.o_proj",), weights="none"),
+        Override(modules=("*.layers.1.mlp",), weights="mxfp4"),
+    ),
+)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """An export of llama in three formats."""
+    source = INPUTS / "llama"
+    quantize_and_export(
+        source,
+        export_dir=tmp_path / "out",
+        recipe=MIXED,
+        calib_data=source / "calib_ids.safetensors",
+        device="cpu",
+        progress=False,
+    )
+    return tmp_path / "out"
+
+
+def test_mixed_precision(mixed: Path) -> None:
+    section = json.loads((mixed / "hf_quant_config.json").read_text())["quantization"]
+    flat = json.loads((mixed / "config.json").read_text())["quantization_config"]
+    listed = section["quantized_layers"]
+    assert section["quant_algo"] == flat["quant_algo"] == "MIXED_PRECISION"
+    assert flat["quantized_layers"] == listed
+    assert "exclude_modules" not in section
+    first, second = "model.layers.0", "model.layers.1"
+    assert listed[f"{first}.self_attn.q_proj"] == {"quant_algo": "FP8"}
+    assert listed[f"{first}.mlp.up_proj"] == {"quant_algo": "NVFP4", "group_size": 16}
+    assert listed[f"{second}.mlp.up_proj"] == {"quant_algo": "mxfp4", "group_size": 32}
+    assert not any(name.endswith("o_proj") for name in listed)
+    assert len(listed) == 12
+    targets = [name for group in flat["config_groups"].values() for name in group["targets"]]
+    assert sorted(targets) == sorted(listed)
+    assert [group["weights"]["num_bits"] for group in flat["config_groups"].values()] == [4, 8, 4]
+    findings = audit(mixed, source=INPUTS / "llama", deep=True)
+    assert findings == []
+    ids = load_file(INPUTS / "llama" / "calib_ids.safetensors")["input_ids.0"]
+    before, after = (perplexity(f, text=ids, device="cpu") for f in (INPUTS / "llama", mixed))
+    assert after.nll == pytest.approx(before.nll, rel=0.05)
+
+
+def change_list(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    for name, key in (
+        ("config.json", "quantization_config"),
+        ("hf_quant_config.json", "quantization"),
+    ):
+        content = json.loads((folder / name).read_text())
+        change(content[key]["quantized_layers"])
+        (folder / name).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "rules"),
+    [
+        (lambda layers: layers.pop("model.layers.0.mlp.down_proj"), {"mixed-layers"}),
+        (
+            lambda layers: layers.update(
+                {"model.layers.0.self_attn.o_proj": {"quant_algo": "FP8"}}
+            ),
+            {"mixed-layers"},
+        ),
+        (
+            lambda layers: layers.update({"model.layers.0.mlp.down_proj": {"quant_algo": "FP8"}}),
+            {"weight-dtype", "source-shape"},
+        ),
+    ],
+)
+def test_damaged_lists_are_found(
+    mixed: Path, change: Callable[[dict[str, Any]], Any], rules: set[str]
+) -> None:
+    change_list(mixed, change)
+    found = audit(mixed, source=INPUTS / "llama")
+    assert {finding.rule for finding in found if finding.severity == "error"} == rules
+
+
+def test_formats_of_joined_layers_must_agree(tmp_path: Path) -> None:
+    recipe = Recipe(
+        name="split",
+        weights="w4a16_nvfp4",
+        overrides=(Override(modules=("*.k_proj",), weights="fp8"),),
+    )
+    with pytest.raises(RecipeError, match=r"'fp8' and .*q_proj' 'w4a16_nvfp4', and engines join"):
+        quantize_and_export(
+            INPUTS / "llama", export_dir=tmp_path, recipe=recipe, device="cpu", progress=False
+        )
+
+
+def test_mixed_experts(tmp_path: Path) -> None:
+    source = INPUTS / "gpt_oss"
+    recipe = Recipe(
+        name="mixed",
+        weights="fp8",
+        overrides=(Override(modules=("*.experts",), weights="mxfp4"),),
+    )
+    report = quantize_and_export(
+        source,
+        export_dir=tmp_path / "out",
+        recipe=recipe,
+        calib_data=source / "calib_ids.safetensors",
+        device="cpu",
+        progress=False,
+    )
+    assert set(report.quantized.values()) == {"fp8", "mxfp4"}
+    assert audit(tmp_path / "out", source=source, deep=True) == []
+    ids = load_file(source / "calib_ids.safetensors")["input_ids.0"]
+    before, after = (perplexity(f, text=ids, device="cpu") for f in (source, tmp_path / "out"))
+    assert after.nll == pytest.approx(before.nll, rel=0.05)

@@ -49,6 +49,11 @@ class Declared:
             inputs=any(g.get("input_activations") for g in given) if given else None,
         )
 
+    @property
+    def entries(self) -> set[str]:
+        """The listed modules, each with its format."""
+        return {f"{name}: {algo}" for name, algo in (self.layers or {}).items()}
+
     def formats_of(self, module: str) -> tuple[LinearFormat, ...]:
         """Return the formats that a module may have, the likeliest first; none that is unknown."""
         mixed = self.algo == MIXED

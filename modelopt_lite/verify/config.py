@@ -118,7 +118,7 @@ def _read_flat(checkpoint: Checkpoint, findings: list[Finding]) -> QuantConfig |
         eight = scheme.get("type") == "float" and scheme.get("num_bits") == 8
         scheme = "FP8" if eight else str(scheme)
     size = section.get("group_size")
-    groups = section.get("config_groups")
+    groups = section.get("config_groups") if section.get("quant_algo") != MIXED else None
     for group in groups.values() if isinstance(groups, dict) and size is None else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         size = weights.get("group_size", size) if isinstance(weights, dict) else size
@@ -187,6 +187,7 @@ def _disagreements(folder: Path, flat: QuantConfig, inner: QuantConfig) -> Itera
         ("KV cache format", flat.kv_cache, inner.kv_cache),
         ("group_size", flat.group_size, inner.group_size),
         ("excluded modules", set(flat.exclude), set(inner.exclude)),
+        ("quantized layers", flat.declared.entries, inner.declared.entries),
     ):
         silent = what == "group_size" and one is None  # readers fall back to the format's own
         if one != other and not silent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from modelopt_lite.formats.declared import MIXED
 from modelopt_lite.offload.patterns import match_part
 from modelopt_lite.verify.config import QuantConfig
 from modelopt_lite.verify.export import Export, KVScale, Module, nested, scalar
@@ -64,6 +65,29 @@ def _check_group(export: Export, members: list[Module]) -> Iterator[Finding]:
                 f"({', '.join(f'{value:.6g}' for value in values)}); quantize them together",
                 "error" if two_level else "warning",
             )
+
+
+def check_listed(export: Export) -> Iterator[Finding]:
+    """Rule ``mixed-layers``: where there are several formats, every packed module states its own.
+
+    Engines leave what is not listed unquantized, and look for codes where something is.
+    """
+    if export.algo != MIXED:
+        return
+    listed = set(export.declared.layers or {})
+    packed = {module.name for module in export.packed()}
+    for names, what in (
+        (packed - listed, "is packed, and quantized_layers does not list it"),
+        (listed - packed, "is listed in quantized_layers, and is not packed"),
+    ):
+        if names:
+            yield Finding("mixed-layers", f"{export.folder}: {shorten(sorted(names))} {what}")
+    if unknown := sorted(n for n in packed & listed if not export.declared.formats_of(n)):
+        yield Finding(
+            "mixed-layers",
+            f"{export.folder}: {shorten(unknown)} is of a format that is not checked here",
+            "warning",
+        )
 
 
 def check_experts(export: Export) -> Iterator[Finding]:

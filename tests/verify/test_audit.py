@@ -31,7 +31,7 @@ from modelopt_lite.verify.audit import audit
 
 CLEAN = sorted(path.parent.name for path in GOLDEN.glob("*/export"))
 
-NOT_IN_VLLM = ("int8", "int4", "mxfp4", "w4a8")
+NOT_IN_VLLM = ("int8", "int4", "mxfp4", "w4a8", "kv_")
 
 
 @pytest.mark.parametrize("case", CLEAN)
