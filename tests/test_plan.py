@@ -295,3 +295,16 @@ def test_a_model_without_a_spec_is_noted(
     assert plan.fallbacks[0].startswith("no spec for model_type 'llama'")
     assert {m.name for m in plan.matrices} == {m.name for m in known.matrices}
     assert [unit.name for unit in plan.units] == [unit.name for unit in known.units]
+
+
+@pytest.mark.parametrize("weights", ["fp8", "nvfp4"])
+def test_mamba_presets(weights: str, checkpoint: MakeCheckpoint) -> None:
+    """Experts always, Mamba's projections in the aggressive one, attention in neither."""
+    folder = checkpoint("nemotron_h")
+    roles = {}
+    for kind in ("aggressive", "conservative"):
+        plan = plan_of(folder, f"mamba_moe_{weights}_{kind}")
+        assert {m.format for m in plan.matrices} == {weights}
+        roles[kind] = {m.name.rpartition(".")[2] for m in plan.matrices}
+    assert roles["conservative"] == {"up_proj", "down_proj"}
+    assert roles["aggressive"] == {"up_proj", "down_proj", "in_proj", "out_proj"}

@@ -83,7 +83,8 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _unsupported(base: Checkpoint, what: str) -> UnsupportedSourceError:
     return UnsupportedSourceError(
         f"{base.path}: the source is quantized with {what}, which cannot be decoded exactly; give "
-        "the original checkpoint, or one in FP8, MXFP4 (gpt-oss) or modelopt NVFP4"
+        "the original checkpoint, or one in FP8, MXFP4 (gpt-oss) or a format of the modelopt "
+        "dialect without smoothing"
     )
 
 

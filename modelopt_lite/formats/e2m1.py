@@ -59,10 +59,10 @@ def pack_signed(magnitude: Tensor, value: Tensor) -> Tensor:
         value: float32 [2 N], contiguous; overwritten.
 
     Returns:
-        int16 [N], the byte in its low half. A sign bit changes bit 3 of the code.
+        int16 [N], the byte in its low half.
     """
     sign = value.view(torch.int32).bitwise_right_shift_(31)  # 0 or -1
-    nibble = magnitude.bitwise_xor_(sign.bitwise_and_(8)).to(torch.uint8)  # keeps the low byte
+    nibble = magnitude.sub_(sign, alpha=8).to(torch.uint8)  # keeps the low byte
     pair = nibble.view(torch.int16)  # 0x0H0L, H the odd column
     return pair.bitwise_or_(pair >> 4)
 

@@ -138,12 +138,12 @@ def _quantize_chunk(
     scale_N = e8m0.scale_from_amax(block_amax(size, BLOCK), largest=E2M1_MAX, numerics=numerics)
     scale_RG.copy_(scale_N.view(scale_RG.shape))
     size.view(-1, BLOCK).mul_(e8m0.inverse(scale_N).view(-1, 1))
+    value.add_(0.0)  # -0.0 becomes 0.0, so that a sign bit means x < 0
     if numerics == "exact":
-        value.add_(0.0)  # -0.0 becomes 0.0, so that a sign bit means x < 0
         magnitude = e2m1.round_(size, code, spare)
     else:
-        torch.sub(torch.zeros((), device=value.device), value, out=value)  # its sign bit: x > 0
-        magnitude = e2m1.round_down_(size, code, spare).bitwise_xor_(8)
+        value.view(torch.int32).sub_(1)  # the bits of 0.0 become negative: it means x <= 0
+        magnitude = e2m1.round_down_(size, code, spare)
     packed_RP.copy_(e2m1.pack_signed(magnitude, value).view(packed_RP.shape))
 
 

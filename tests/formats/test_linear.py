@@ -149,3 +149,20 @@ def test_amax() -> None:
     w[2, 3] = float("nan")
     assert base.amax(w).isnan()
     assert base.row_amax(w).isnan().tolist() == [False, False, True, False]
+
+
+# Where one arithmetic differs from the other on ordinary weights; docs/numerics.md says why.
+DIFFERENT = {"fp8", "mxfp4", "w4a16_mxfp4", "w4a8_mxfp4_fp8", "w4a8_mxfp4_fp8_dynamic"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_two_arithmetics_differ_only_where_it_is_said(name: str) -> None:
+    w = random(300, 512)
+    w[:, ::7] = 0
+    w[:, 1] = 1.75
+    exact, peer = (FORMATS[name].quantize(w, None, numerics=n) for n in ("exact", "modelopt"))
+    same = all(
+        t.view(torch.uint8).equal(peer[k].view(torch.uint8)) if t.ndim else t == peer[k]
+        for k, t in exact.items()
+    )
+    assert same == (name not in DIFFERENT)
