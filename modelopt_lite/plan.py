@@ -155,7 +155,7 @@ def make_plan(
     names = map_names(model, {name: info.shape for name, info in tensors.items()})
     modules = (name.rpartition(".")[0] for name in tensors)
     candidates = apply_recipe(find_candidates(model, names, tensors, spec), recipe, modules)
-    candidates = _whole_groups(check_shapes(candidates, on_bad_shape), ptq)
+    candidates = _whole_groups(check_shapes(candidates, on_bad_shape, numerics), ptq)
     if all(c.skip for c in candidates) and (recipe.formats or cache is None):
         reasons = sorted({str(c.skip) for c in candidates})
         raise RecipeError(
@@ -184,6 +184,11 @@ def make_plan(
     )
     plan.outputs = _ordered_outputs(plan)
     plan.unquantized = _unquantized_modules(plan, model)
+    plan.notes += [
+        f"no engine is known to load the format {fmt.name!r}; choose another to serve the export"
+        for fmt in plan.formats
+        if not fmt.served
+    ]
     if spec is None:
         plan.fallbacks.append(
             f"no spec for model_type {model_type!r}: linear layers and experts were found by "

@@ -16,6 +16,7 @@ from torch import nn
 
 from modelopt_lite.checkpoint.names import NameMap, Region
 from modelopt_lite.errors import RecipeError, ShapeError, SpecError
+from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.models import is_moe
 from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec, ptq_facts
@@ -316,7 +317,9 @@ def _format_of(module: str, recipe: Recipe) -> tuple[str, str | None]:
     return (name, None) if name != NO_FORMAT else ("", left)
 
 
-def check_shapes(candidates: list[Candidate], on_bad_shape: str) -> list[Candidate]:
+def check_shapes(
+    candidates: list[Candidate], on_bad_shape: str, numerics: Numerics
+) -> list[Candidate]:
     """Leave out the matrices that their formats cannot hold.
 
     Raises:
@@ -327,8 +330,10 @@ def check_shapes(candidates: list[Candidate], on_bad_shape: str) -> list[Candida
     for c in candidates:
         problem = None
         if c.skip is None:
-            fmt = FORMATS[c.format]
-            problem = fmt.problem(c.shape, stacked_input_major=c.stacked and c.input_major)
+            turned = c.stacked and c.input_major
+            problem = FORMATS[c.format].problem(
+                c.shape, stacked_input_major=turned, numerics=numerics
+            )
         if problem:
             problems.append(f"{c.name} {list(c.shape)} in {c.format}: {problem}")
         checked.append(replace(c, skip=f"shape: {problem}") if problem else c)

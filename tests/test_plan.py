@@ -308,3 +308,19 @@ def test_mamba_presets(weights: str, checkpoint: MakeCheckpoint) -> None:
         roles[kind] = {m.name.rpartition(".")[2] for m in plan.matrices}
     assert roles["conservative"] == {"up_proj", "down_proj"}
     assert roles["aggressive"] == {"up_proj", "down_proj", "in_proj", "out_proj"}
+
+
+def test_formats_that_no_engine_loads_are_noted(checkpoint: MakeCheckpoint) -> None:
+    folder = checkpoint("llama")
+    assert any("load the format 'mxfp4'" in note for note in plan_of(folder, "mxfp4").notes)
+    assert not plan_of(folder, "mxfp8").notes
+
+
+def test_stacks_are_checked_along_the_axis_of_their_blocks(checkpoint: MakeCheckpoint) -> None:
+    """The peer's blocks of stacked experts run along their output channels."""
+    folder = checkpoint("gpt_oss", intermediate_size=48)
+    with pytest.raises(ShapeError, match=r"down_proj .* K=48 is not a multiple of 32"):
+        plan_of(folder, "mxfp8")
+    with pytest.raises(ShapeError, match=r"gate_up_proj .* K=100 is not") as caught:
+        plan_of(checkpoint("gpt_oss", intermediate_size=50), "mxfp8", numerics="modelopt")
+    assert "down_proj" not in str(caught.value)

@@ -32,12 +32,14 @@ class LinearFormat:
         quant_algo: The name in the exported configuration.
         codec: How weights are kept.
         inputs: How inputs are rounded.
+        served: Some engine is known to load it.
     """
 
     name: str
     quant_algo: str
     codec: Codec
     inputs: Inputs
+    served: bool = True
 
     @property
     def group_size(self) -> int | None:
@@ -58,11 +60,17 @@ class LinearFormat:
         """Return whether a stack is quantized as the transpose of what lies on disk."""
         return input_major and not (numerics == "modelopt" and self.codec.stacks_as_stored)
 
-    def problem(self, shape: tuple[int, ...], *, stacked_input_major: bool = False) -> str | None:
+    def problem(
+        self,
+        shape: tuple[int, ...],
+        *,
+        stacked_input_major: bool = False,
+        numerics: Numerics = "exact",
+    ) -> str | None:
         """Return why a matrix or stack of this shape cannot be quantized, None if it can."""
         if len(shape) not in (2, 3):
             return f"shape {list(shape)} is neither a matrix nor a stack of matrices"
-        lead, rows, columns = _parts(shape, stacked_input_major)
+        lead, rows, columns = _parts(shape, self.turns(stacked_input_major, numerics))
         for letter, size in (*(("E", e) for e in lead), ("R", rows), ("K", columns)):
             if size == 0:
                 return f"{letter}=0: the matrix is empty"
@@ -181,11 +189,13 @@ FORMATS: Mapping[str, LinearFormat] = MappingProxyType(
             LinearFormat("int4_weight_only", "W4A16_AWQ", integer.INT4, inputs.NONE),
             LinearFormat("nvfp4", "NVFP4", fp4.NVFP4, inputs.NVFP4),
             LinearFormat("w4a16_nvfp4", "W4A16_NVFP4", fp4.NVFP4, inputs.NONE),
-            LinearFormat("w4a16_nvfp4_32", "W4A16_NVFP4", fp4.NVFP4_OF_32, inputs.NONE),
+            LinearFormat(
+                "w4a16_nvfp4_32", "W4A16_NVFP4", fp4.NVFP4_OF_32, inputs.NONE, served=False
+            ),
             LinearFormat("w4a8_nvfp4_fp8", "W4A8_NVFP4_FP8", fp4.NVFP4_FOR_FP8, inputs.FP8),
             LinearFormat("mxfp8", "MXFP8", fp8.MXFP8, inputs.MXFP8),
-            LinearFormat("mxfp4", "mxfp4", fp4.MXFP4, inputs.MXFP4),
-            LinearFormat("w4a16_mxfp4", "mxfp4", fp4.MXFP4, inputs.NONE),
+            LinearFormat("mxfp4", "mxfp4", fp4.MXFP4, inputs.MXFP4, served=False),
+            LinearFormat("w4a16_mxfp4", "mxfp4", fp4.MXFP4, inputs.NONE, served=False),
             LinearFormat("w4a8_mxfp4_fp8", "W4A8_MXFP4_FP8", fp4.MXFP4, inputs.FP8),
             # What the peer's preset amounts to: it is not calibrated, and so has no input_scale.
             LinearFormat(

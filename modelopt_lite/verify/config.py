@@ -30,7 +30,6 @@ _OTHER_ALGOS = frozenset(
         "W8A16",
         "INT8",
         "FP8_BLOCK_SCALES",
-        "MXFP4",
         "W4A8_NVFP4_FP8",
         "W4A8_MXFP4_FP8",
         "MIXED_PRECISION",
@@ -222,6 +221,7 @@ def check_algo(export: Export, config: QuantConfig) -> Iterator[Finding]:
         yield Finding(
             "quant-algo",
             f"{export.folder}: no engine loads quant_algo {config.algo!r}; export another format",
+            "warning" if export.declared.formats_of("") else "error",  # ours at least reads it
         )
     elif export.algo not in _VLLM_ALGOS and export.algo != MIXED:
         yield Finding(
