@@ -104,9 +104,9 @@ def perplexity(
         batch_size: Sequences a batch; None for 8, fewer where the logits would exceed 2**26
             elements. Changes the result only by the rounding of matrix products.
         device: Where the model runs; default the accelerator if there is one, else the CPU.
-        activations: In a checkpoint of the modelopt dialect whose format quantizes inputs (FP8,
-            FP8_PER_CHANNEL_PER_TOKEN, NVFP4), round the inputs of each quantized linear layer and
-            expert: a simulation of what engines serve. Other sources' inputs stay as they are.
+        activations: In a checkpoint of the modelopt dialect, round the inputs of each linear layer
+            and expert whose format quantizes them: a simulation of what engines serve. Other
+            sources' inputs stay as they are.
         trust_remote_code: Allow code that the checkpoint brings.
         progress: True, or a function ``(phase, done, total)`` to follow it.
 

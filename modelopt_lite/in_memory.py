@@ -25,7 +25,7 @@ from modelopt_lite.job import Job, check_model_type, pick_device, plan_for
 from modelopt_lite.output import check_export_dir, check_free_space, resolve_checkpoint, staged
 from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.report import Report
-from modelopt_lite.run import Run, fill_report, run_details
+from modelopt_lite.run import Run, cache_stats, fill_report, run_details
 
 _STATE = "_modelopt_lite_calibration"
 
@@ -62,7 +62,7 @@ def quantize(
         The same model, which now carries its statistics.
     """
     chosen = load_recipe(recipe, kv_cache=kv_cache)
-    evidence = Evidence()
+    evidence = Evidence(cache=cache_stats(chosen, numerics))
     if forward_loop is not None:
         watch = InputWatch(evidence.inputs.visit)
         watch.watch({n: p for n, p in model.named_parameters() if p.ndim in (2, 3)})

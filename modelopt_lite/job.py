@@ -96,7 +96,7 @@ class Job:
         every waiting token.
         """
         unit, _ = self.unit_bytes()
-        matrix = max(math.prod(m.shape) for m in self.plan.matrices)
+        matrix = max((math.prod(m.shape) for m in self.plan.matrices), default=0)
         config = self.model.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         hidden = int(getattr(text, "hidden_size", 0))
@@ -106,9 +106,9 @@ class Job:
 def split_layers(plan: Plan, model: nn.Module, size: int) -> None:
     """Have the experts of every layer come in ``size`` at a time, where that can be.
 
-    It cannot be where all experts of a layer share the scale of their weights.
+    It cannot be where all experts of a layer become one tensor.
     """
-    taken = {m.entry for m in plan.matrices if m.stacked and plan.format.shares_weight_amax}
+    taken = {m.entry for m in plan.matrices if m.stacked}
     units: list[Unit] = []
     part_of: dict[tuple[str, int | None], str] = {}
     for unit in plan.units:

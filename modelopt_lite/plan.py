@@ -14,33 +14,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelopt_lite.calibrate.attention import check_watched
+from modelopt_lite.cache_scales import KVCacheScale, find_caches
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.names import NameMap, Region, map_names, natural_key
 from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.formats.base import Numerics, TensorSpec
+from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.formats.linear import FORMATS, LinearFormat, get_format
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ModelSpec, PTQSpec, ptq_facts
-from modelopt_lite.offload.patterns import match_part
-from modelopt_lite.offload.units import Unit, find_units, output_head, text_model
+from modelopt_lite.offload.units import Unit, find_units, output_head
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import (
     Candidate,
+    Output,
     TensorShape,
     apply_recipe,
     check_shapes,
     find_candidates,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A tensor of the export."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +91,6 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class KVCacheScale:
-    """The scales of one attention layer's key and value cache."""
-
-    module: str
-    unit: str
-    key: Output
-    value: Output
-
-
-@dataclass(frozen=True, slots=True)
 class Copy:
     """A tensor of the export with the values that the source has, or a part of one."""
 
@@ -147,16 +129,16 @@ class Plan:
     fallbacks: list[str] = field(default_factory=list)
 
     @property
-    def format(self) -> LinearFormat:
-        """The format of the quantized matrices."""
-        return FORMATS[self.recipe.weights]
+    def formats(self) -> list[LinearFormat]:
+        """The formats of the quantized matrices, in the order in which they appear."""
+        return [FORMATS[name] for name in dict.fromkeys(m.format for m in self.matrices)]
 
     @property
     def outputs(self) -> list[Output]:
         """Every tensor of the export, in order; made when asked for."""
         outputs = [copy.output for copy in self.copies]
         outputs += [output for m in self.matrices for output in m.outputs.values()]
-        outputs += [output for kv in self.kv_cache for output in (kv.key, kv.value)]
+        outputs += [output for kv in self.kv_cache for output in kv.outputs]
         return sorted(outputs, key=lambda output: natural_key(output.name))
 
     @property
@@ -190,14 +172,16 @@ def make_plan(
         ShapeError: A matrix that the format cannot hold.
         SpecError: The model's experts cannot be understood without a spec.
     """
-    fmt = get_format(recipe.weights)
+    for name in recipe.formats:
+        get_format(name)
+    cache = CACHE_FORMATS[recipe.kv_cache] if recipe.kv_cache else None
     spec = get_spec(model_type)
     ptq = ptq_facts(spec)
     names = map_names(model, {name: info.shape for name, info in tensors.items()})
     modules = (name.rpartition(".")[0] for name in tensors)
     candidates = apply_recipe(find_candidates(model, names, tensors, spec), recipe, modules)
-    candidates = _whole_groups(check_shapes(candidates, fmt, on_bad_shape), ptq)
-    if all(c.skip for c in candidates):
+    candidates = _whole_groups(check_shapes(candidates, on_bad_shape, numerics), ptq)
+    if all(c.skip for c in candidates) and (recipe.formats or cache is None):
         reasons = sorted({str(c.skip) for c in candidates})
         raise RecipeError(
             f"the recipe {recipe.name!r} leaves nothing to quantize (matrices: {len(candidates)}, "
@@ -205,7 +189,7 @@ def make_plan(
         )
     units = find_units(model, ptq.layer_names)
     unit_of = {entry: unit.name for unit in units for entry in unit.entries}
-    matrices = _matrices(candidates, names, unit_of, recipe, numerics, ptq)
+    matrices = _matrices(candidates, names, unit_of, numerics, ptq)
     plan = Plan(
         recipe=recipe,
         numerics=numerics,
@@ -213,12 +197,21 @@ def make_plan(
         spec=spec,
         matrices=matrices,
         copies=_copies(candidates, matrices, tensors, _widened(ptq, numerics)),
-        kv_cache=_kv_cache(model, names, unit_of, ptq) if recipe.kv_cache else [],
+        kv_cache=(
+            find_caches(model, names, tensors, unit_of, ptq, cache)
+            if cache is not None and cache.scaled
+            else []
+        ),
         excluded={c.name: c.skip for c in candidates if c.skip},
         unquantized=[],
         units=units,
     )
     plan.unquantized = _unquantized_modules(plan, model)
+    plan.notes += [
+        f"no engine is known to load the format {fmt.name!r}; choose another to serve the export"
+        for fmt in plan.formats
+        if not fmt.served
+    ]
     if spec is None:
         plan.fallbacks.append(
             f"no spec for model_type {model_type!r}: linear layers and experts were found by "
@@ -236,14 +229,26 @@ def fused_group(name: str, role: str, ptq: PTQSpec) -> str | None:
 
 
 def _whole_groups(candidates: list[Candidate], ptq: PTQSpec) -> list[Candidate]:
-    """Leave out all of a group that engines treat as one layer where any member is left out."""
+    """Leave out all of a group that engines treat as one layer where any member is left out.
+
+    Raises:
+        RecipeError: The recipe gives members of such a group different formats.
+    """
     left_out: dict[str, str] = {}
+    first: dict[str, Candidate] = {}
     keys: list[str | None] = []
     for c in candidates:
         key = c.experts if c.experts and not c.stacked else fused_group(c.name, c.role, ptq)
         keys.append(key)
-        if key is not None and c.skip is not None:
+        if key is None:
+            continue
+        if c.skip is not None:
             left_out.setdefault(key, c.name)
+        elif (other := first.setdefault(key, c)).format != c.format:
+            raise RecipeError(
+                f"the recipe gives {other.name!r} the format {other.format!r} and {c.name!r} "
+                f"{c.format!r}, and engines join the two into one layer; name both in one override"
+            )
     return [
         replace(c, skip=f"engines fuse it with {left_out[key]}, which is left out")
         if c.skip is None and key in left_out
@@ -256,20 +261,18 @@ def _matrices(
     candidates: Iterable[Candidate],
     names: NameMap,
     unit_of: Mapping[str, str],
-    recipe: Recipe,
     numerics: Numerics,
     ptq: PTQSpec,
 ) -> list[Matrix]:
-    fmt = FORMATS[recipe.weights]
-
     @cache  # most matrices of a model are alike, and then share one tuple
-    def parts(shape: tuple[int, ...], input_major: bool) -> tuple[TensorSpec, ...]:
-        return fmt.tensors(shape, stacked_input_major=input_major)
+    def parts(name: str, shape: tuple[int, ...], input_major: bool) -> tuple[TensorSpec, ...]:
+        return FORMATS[name].tensors(shape, stacked_input_major=input_major, numerics=numerics)
 
     matrices = []
     for c in candidates:
         if c.skip is not None:
             continue
+        fmt = FORMATS[c.format]
         place = names.place(c.source)
         if place is None:
             raise SpecError(
@@ -282,6 +285,7 @@ def _matrices(
         fused = fused_group(c.name, c.role, ptq)
         # The peer leaves dense siblings their own FP8 scales; engines then re-quantize them.
         apart = numerics == "modelopt" and fmt.name == "fp8" and c.expert is None
+        shares = fmt.shares_amax(c.shape, numerics)
         matrices.append(
             Matrix(
                 name=c.name,
@@ -290,9 +294,9 @@ def _matrices(
                 shape=c.shape,
                 input_major=c.input_major,
                 format=fmt.name,
-                parts=parts(c.shape, c.stacked and c.input_major),
+                parts=parts(fmt.name, c.shape, c.stacked and c.input_major),
                 stacked=c.stacked,
-                weight_group=fused if fused and fmt.shares_weight_amax and not apart else c.name,
+                weight_group=fused if fused and shares and not apart else c.name,
                 input_group=_input_group(c, fused) if fmt.static_input else None,
                 entry=entry,
                 expert=expert,
@@ -334,53 +338,6 @@ def _copies(
             dtype = tensors[c.source].dtype
             copies.append(Copy(c.source, c.region, Output(f"{c.name}.weight", dtype, c.shape)))
     return copies
-
-
-def _kv_cache(
-    model: nn.Module, names: NameMap, unit_of: Mapping[str, str], ptq: PTQSpec
-) -> list[KVCacheScale]:
-    """Find every attention layer: it has key and value projections, or is called an attention.
-
-    Latent attention (MLA) has no such projections; engines look for its scales under their names.
-    """
-    key_name, value_name = ptq.key_value_names
-    found = []
-    inside = set(text_model(model).modules())
-    for path, module in model.named_modules():
-        if module not in inside:
-            continue
-        children = dict(module.named_children())
-        named = key_name in children and value_name in children
-        if not named and not type(module).__name__.lower().endswith("attention"):
-            continue
-        linear = key_name if named else _first_linear(module)
-        group = names.by_target.get(f"{path}.{linear}.weight")
-        if group is None or _is_skipped(group.sources[0], ptq):
-            continue
-        check_watched(path, module)
-        prefix = group.sources[0].removesuffix(f".{linear}.weight")
-        found.append(
-            KVCacheScale(
-                module=path,
-                unit=unit_of[group.targets[0]],
-                key=Output(f"{prefix}.{key_name}.k_scale", torch.float32, ()),
-                value=Output(f"{prefix}.{value_name}.v_scale", torch.float32, ()),
-            )
-        )
-    if not found:
-        raise RecipeError(
-            f"the recipe asks for KV cache scales, but no module has {key_name!r} and "
-            f"{value_name!r} or is an attention; leave kv_cache out"
-        )
-    return found
-
-
-def _first_linear(module: nn.Module) -> str | None:
-    return next((n for n, child in module.named_children() if isinstance(child, nn.Linear)), None)
-
-
-def _is_skipped(source: str, ptq: PTQSpec) -> bool:
-    return any(match_part(p, source.removesuffix(".weight")) for p in ptq.skip_modules)
 
 
 def _unquantized_modules(plan: Plan, model: Any) -> list[str]:

@@ -89,7 +89,7 @@ def _describe(request: Request) -> dict[str, Any]:
         "has_spec": plan.spec is not None,
         "export_dir": str(request.target),
         "recipe": plan.recipe.name,
-        "format": plan.format.name,
+        "formats": [fmt.name for fmt in plan.formats],
         "numerics": plan.numerics,
         "kv_cache": plan.recipe.kv_cache,
         "kv_cache_layers": len(plan.kv_cache),

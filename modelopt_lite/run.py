@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from modelopt_lite.build import eager_experts
+from modelopt_lite.calibrate.cache import CacheStats
 from modelopt_lite.calibrate.data import CalibrationData
 from modelopt_lite.calibrate.evidence import Evidence
 from modelopt_lite.calibrate.observe import Site
@@ -17,11 +18,14 @@ from modelopt_lite.checkpoint.sidecars import copy_sidecars
 from modelopt_lite.checkpoint.writer import StreamingWriter
 from modelopt_lite.export.exporter import Exporter
 from modelopt_lite.export.modelopt import write_configs
+from modelopt_lite.formats.base import Numerics
+from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.job import Job, versions
 from modelopt_lite.offload.memory import bound_caches
 from modelopt_lite.pipeline import run_calibrated
 from modelopt_lite.plan import Plan
 from modelopt_lite.progress import Progress
+from modelopt_lite.recipes import Recipe
 from modelopt_lite.report import Report, peak_memory_bytes
 from modelopt_lite.resume import UnitLog
 from modelopt_lite.verify.audit import audit_or_raise
@@ -50,7 +54,8 @@ class Run:
             all_experts: Every expert sees every token.
         """
         bound_caches()
-        job, evidence = self.job, Evidence()
+        job = self.job
+        evidence = Evidence(cache=cache_stats(job.plan.recipe, job.plan.numerics))
         if budget is not None and self.data is not None:
             job.fit(budget)
         journal = Journal(folder / JOURNAL, self.report.details)
@@ -95,6 +100,12 @@ class Run:
         job.source.close()
         self.report.peak_memory_bytes = peak_memory_bytes()
         self.report.write(folder)
+
+
+def cache_stats(recipe: Recipe, numerics: Numerics) -> CacheStats:
+    """Return what sees the keys and values of a recipe's cache."""
+    cache = CACHE_FORMATS.get(recipe.kv_cache or "")
+    return CacheStats(affine=cache is not None and cache.affine, numerics=numerics)
 
 
 def fill_report(report: Report, job: Job, exporter: Exporter, evidence: Evidence) -> None:

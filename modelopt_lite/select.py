@@ -16,12 +16,13 @@ from torch import nn
 
 from modelopt_lite.checkpoint.names import NameMap, Region
 from modelopt_lite.errors import RecipeError, ShapeError, SpecError
-from modelopt_lite.formats.linear import LinearFormat
+from modelopt_lite.formats.base import Numerics
+from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.models import is_moe
 from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec, ptq_facts
 from modelopt_lite.offload.patterns import match_part, selects
 from modelopt_lite.offload.units import output_head, text_model
-from modelopt_lite.recipes import Recipe
+from modelopt_lite.recipes import NO_FORMAT, Recipe
 from modelopt_lite.words import counted
 
 
@@ -40,6 +41,7 @@ class Candidate:
         experts: Name of the expert container it belongs to, or None.
         role: Last part of its name ("q_proj"), what fused groups are made of.
         skip: Why it is not quantized; None if it is.
+        format: Name of the format that the recipe gives it; empty before, and where it is left.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Candidate:
     experts: str | None = None
     role: str = ""
     skip: str | None = None
+    format: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,15 @@ class TensorShape:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor of the export."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 def find_candidates(
@@ -261,7 +273,7 @@ def _head_names(model: Any, names: NameMap) -> set[str]:
 def apply_recipe(
     found: list[Candidate], recipe: Recipe, others: Iterable[str] = ()
 ) -> list[Candidate]:
-    """Set the reasons that the recipe gives.
+    """Set the formats that the recipe gives, and its reasons where it gives none.
 
     Args:
         found: What could be quantized.
@@ -272,20 +284,19 @@ def apply_recipe(
     Raises:
         RecipeError: A pattern selects nothing, or nothing is left to quantize.
     """
-    for kind, patterns in (("include", recipe.include), ("exclude", recipe.exclude)):
-        names = [c.name for c in found] + (list(others) if kind == "exclude" else [])
-        _check_patterns(kind, patterns, names, recipe)
+    names = [c.name for c in found]
+    others = [*names, *others]
+    _check_patterns("include", recipe.include, names, recipe)
+    _check_patterns("exclude", recipe.exclude, others, recipe)
+    for override in recipe.overrides:
+        _check_patterns("override", override.modules, others, recipe)
     _check_includes(found, recipe)
     chosen = []
     for c in found:
-        skip = c.skip
-        if skip is None and recipe.include and not any(selects(p, c.name) for p in recipe.include):
-            skip = f"not in the recipe {recipe.name}"
-        for pattern in recipe.exclude:
-            if skip is None and selects(pattern, c.name):
-                skip = f"excluded by the pattern {pattern!r}"
-        chosen.append(_with_skip(c, skip))
-    if not any(c.skip is None for c in chosen):
+        name, reason = _format_of(c.name, recipe)
+        skip = c.skip or reason
+        chosen.append(replace(c, skip=skip, format="" if skip else name))
+    if recipe.formats and not any(c.skip is None for c in chosen):
         reasons = sorted({str(c.skip) for c in chosen}) or ["the model has no linear layers"]
         raise RecipeError(
             f"the recipe {recipe.name!r} quantizes nothing of this model "
@@ -295,10 +306,23 @@ def apply_recipe(
     return chosen
 
 
+def _format_of(module: str, recipe: Recipe) -> tuple[str, str | None]:
+    """Return the format that a recipe gives a module, or why it gives none."""
+    for pattern in recipe.exclude:
+        if selects(pattern, module):
+            return "", f"excluded by the pattern {pattern!r}"
+    included = not recipe.include or any(selects(p, module) for p in recipe.include)
+    name, left = recipe.weights if included else NO_FORMAT, f"not in the recipe {recipe.name}"
+    for override in recipe.overrides:
+        if any(selects(p, module) for p in override.modules):
+            name, left = override.weights, f"left out by an override of the recipe {recipe.name}"
+    return (name, None) if name != NO_FORMAT else ("", left)
+
+
 def check_shapes(
-    candidates: list[Candidate], fmt: LinearFormat, on_bad_shape: str
+    candidates: list[Candidate], on_bad_shape: str, numerics: Numerics
 ) -> list[Candidate]:
-    """Leave out the matrices that a format cannot hold.
+    """Leave out the matrices that their formats cannot hold.
 
     Raises:
         ShapeError: There is one, unless ``on_bad_shape`` is "skip".
@@ -308,14 +332,17 @@ def check_shapes(
     for c in candidates:
         problem = None
         if c.skip is None:
-            problem = fmt.problem(c.shape, stacked_input_major=c.stacked and c.input_major)
+            turned = c.stacked and c.input_major
+            problem = FORMATS[c.format].problem(
+                c.shape, stacked_input_major=turned, numerics=numerics
+            )
         if problem:
-            problems.append(f"{c.name} {list(c.shape)}: {problem}")
+            problems.append(f"{c.name} {list(c.shape)} in {c.format}: {problem}")
         checked.append(replace(c, skip=f"shape: {problem}") if problem else c)
     if problems and on_bad_shape == "error":
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise ShapeError(
-            f"{fmt.name} cannot hold {counted(len(problems), 'matrix', 'matrices')}: "
+            f"{counted(len(problems), 'matrix does', 'matrices do')} not fit the format: "
             f"{'; '.join(problems[:5])}{more}; "
             'use on_bad_shape="skip" (--on-bad-shape skip) to leave them unquantized, exclude them '
             "in the recipe, or choose another format"
@@ -335,11 +362,11 @@ def _check_includes(found: list[Candidate], recipe: Recipe) -> None:
 
 
 def _check_patterns(kind: str, patterns: tuple[str, ...], names: list[str], recipe: Recipe) -> None:
-    """A preset's include list serves every architecture: there, one hit in all is enough."""
+    """A preset's lists serve every architecture: there, a pattern may select nothing."""
     from modelopt_lite.recipes import preset_names
 
     hits = {p: any(selects(p, name) for name in names) for p in patterns}
-    if kind == "include" and recipe.name in preset_names():
+    if recipe.name in preset_names():
         return
     for pattern, hit in hits.items():
         if not hit:

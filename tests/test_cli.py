@@ -225,7 +225,8 @@ def test_plan_reads_no_weight_and_writes_nothing(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
     assert plan["problems"] == []
     assert plan["export_dir"] == str(target)
-    assert (plan["model_type"], plan["format"], plan["has_spec"]) == ("qwen3_moe", "nvfp4", True)
+    assert (plan["model_type"], plan["formats"]) == ("qwen3_moe", ["nvfp4"])
+    assert plan["has_spec"]
     experts = [name for name in plan["linears"] if ".experts." in name]
     config = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
     count = config.get("num_experts", config.get("num_local_experts"))

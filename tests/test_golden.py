@@ -20,12 +20,18 @@ import transformers
 from packaging.version import Version
 from safetensors.torch import load_file
 
-from modelopt_lite import quantize_and_export
+from modelopt_lite import Recipe, quantize_and_export
 from modelopt_lite.verify.matchers import vllm_excluded
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if (path / "export").is_dir())
-RECIPES = {"fp8_pc_pt": "fp8_per_channel_per_token"}
+RECIPES: dict[str, str | Recipe] = {
+    "int4_wo": "int4_weight_only",
+    "kv_fp8_only": Recipe(name="kv_fp8_only", weights="none", kv_cache="fp8"),
+    # The peer's preset is not calibrated; with "algorithm: max" it is what ours is.
+    "w4a8_mxfp4_fp8": Recipe(name="dynamic", weights="w4a8_mxfp4_fp8_dynamic"),
+    "w4a8_mxfp4_fp8_max": "w4a8_mxfp4_fp8",
+}
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 KNOWN_MACHINE = (
     transformers.__version__ == "5.14.1"
@@ -69,7 +75,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_promised_case_is_there() -> None:
-    assert len(CASES) == 15
+    assert len(CASES) == 26
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -92,7 +98,7 @@ def test_tensors_are_the_peers(case: str, tmp_path: Path) -> None:
 
 
 def excluded(config: dict[str, Any], names: list[str], key: str) -> set[str]:
-    return {name for name in names if vllm_excluded(name, config[key])}
+    return {name for name in names if vllm_excluded(name, config.get(key, []))}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,14 +108,15 @@ def test_configs_say_the_same_to_an_engine(case: str, tmp_path: Path) -> None:
     ours, theirs = export(case, tmp_path / "out"), GOLDEN / case / "export"
     names = [
         name.removesuffix(".weight")
-        for name in load_file(theirs / "model.safetensors")
-        if name.endswith(".weight")
+        for name, tensor in load_file(theirs / "model.safetensors").items()
+        if name.endswith(".weight") and tensor.ndim > 1
     ]
     mine, other = (json.loads((f / "hf_quant_config.json").read_text()) for f in (ours, theirs))
     for key in ("quant_algo", "kv_cache_quant_algo", "group_size"):
         assert mine["quantization"].get(key) == other["quantization"].get(key)
     key = "exclude_modules"
     assert excluded(mine["quantization"], names, key) == excluded(other["quantization"], names, key)
+    assert mine["quantization"].keys() == other["quantization"].keys()
     flat, other_flat = (
         json.loads((f / "config.json").read_text())["quantization_config"] for f in (ours, theirs)
     )

@@ -170,7 +170,7 @@ def test_experts_of_a_layer_are_left_out_together(checkpoint: MakeCheckpoint) ->
 
 def test_shapes_that_the_format_cannot_hold(checkpoint: MakeCheckpoint) -> None:
     folder = checkpoint("llama", intermediate_size=40)
-    with pytest.raises(ShapeError, match=r"nvfp4 cannot hold 2 matrices: .*down_proj \[32, 40\]"):
+    with pytest.raises(ShapeError, match=r"2 matrices do not .*down_proj \[32, 40\] in nvfp4"):
         plan_of(folder, "nvfp4")
     plan = plan_of(folder, "nvfp4", on_bad_shape="skip")
     assert plan.excluded[f"{LAYER}.mlp.down_proj"].startswith("shape: ")
@@ -295,3 +295,32 @@ def test_a_model_without_a_spec_is_noted(
     assert plan.fallbacks[0].startswith("no spec for model_type 'llama'")
     assert {m.name for m in plan.matrices} == {m.name for m in known.matrices}
     assert [unit.name for unit in plan.units] == [unit.name for unit in known.units]
+
+
+@pytest.mark.parametrize("weights", ["fp8", "nvfp4"])
+def test_mamba_presets(weights: str, checkpoint: MakeCheckpoint) -> None:
+    """Experts always, Mamba's projections in the aggressive one, attention in neither."""
+    folder = checkpoint("nemotron_h")
+    roles = {}
+    for kind in ("aggressive", "conservative"):
+        plan = plan_of(folder, f"mamba_moe_{weights}_{kind}")
+        assert {m.format for m in plan.matrices} == {weights}
+        roles[kind] = {m.name.rpartition(".")[2] for m in plan.matrices}
+    assert roles["conservative"] == {"up_proj", "down_proj"}
+    assert roles["aggressive"] == {"up_proj", "down_proj", "in_proj", "out_proj"}
+
+
+def test_formats_that_no_engine_loads_are_noted(checkpoint: MakeCheckpoint) -> None:
+    folder = checkpoint("llama")
+    assert any("load the format 'mxfp4'" in note for note in plan_of(folder, "mxfp4").notes)
+    assert not plan_of(folder, "mxfp8").notes
+
+
+def test_stacks_are_checked_along_the_axis_of_their_blocks(checkpoint: MakeCheckpoint) -> None:
+    """The peer's blocks of stacked experts run along their output channels."""
+    folder = checkpoint("gpt_oss", intermediate_size=48)
+    with pytest.raises(ShapeError, match=r"down_proj .* K=48 is not a multiple of 32"):
+        plan_of(folder, "mxfp8")
+    with pytest.raises(ShapeError, match=r"gate_up_proj .* K=100 is not") as caught:
+        plan_of(checkpoint("gpt_oss", intermediate_size=50), "mxfp8", numerics="modelopt")
+    assert "down_proj" not in str(caught.value)

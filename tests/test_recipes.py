@@ -11,16 +11,39 @@ import yaml
 import modelopt_lite.recipes as package
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.formats.linear import FORMATS
-from modelopt_lite.recipes import Recipe, load_recipe, parse_recipe, preset_names
+from modelopt_lite.recipes import ALIASES, Override, Recipe, load_recipe, parse_recipe, preset_names
 
 PRESETS = [
     "fp8",
+    "fp8_2d_blockwise_weight_only",
     "fp8_per_channel_per_token",
+    "int4_weight_only",
+    "int8",
+    "int8_weight_only",
+    "mamba_moe_fp8_aggressive",
+    "mamba_moe_fp8_conservative",
+    "mamba_moe_nvfp4_aggressive",
+    "mamba_moe_nvfp4_conservative",
+    "mxfp4",
+    "mxfp4_mlp_weight_only",
+    "mxfp8",
     "nvfp4",
     "nvfp4_experts_only",
+    "nvfp4_fp8_mha",
     "nvfp4_mlp_only",
+    "nvfp4_mlp_weight_only",
+    "nvfp4_omlp_only",
     "w4a16_nvfp4",
+    "w4a8_mxfp4_fp8",
+    "w4a8_nvfp4_fp8",
 ]
+PARTIAL = {
+    "mxfp4_mlp_weight_only",
+    "nvfp4_experts_only",
+    "nvfp4_mlp_only",
+    "nvfp4_mlp_weight_only",
+    "nvfp4_omlp_only",
+}
 
 
 def test_presets_are_the_files() -> None:
@@ -33,11 +56,19 @@ def test_preset(name: str) -> None:
     assert recipe.name == name
     assert recipe.weights in FORMATS
     assert recipe.description.endswith(".")
-    assert recipe.kv_cache is None
-    assert bool(recipe.include) == name.endswith("_only")
-    assert not recipe.exclude
+    assert recipe.kv_cache == ("fp8" if name == "nvfp4_fp8_mha" else None)
+    assert bool(recipe.include) == (name in PARTIAL)
+    assert bool(recipe.exclude) == name.startswith("mamba")
+    assert recipe.formats == (recipe.weights,)
     data = yaml.safe_load((Path(package.__file__).parent / f"{name}.yaml").read_text())
     assert parse_recipe({"name": name, **data}, where="here") == recipe
+
+
+@pytest.mark.parametrize(("short", "name"), sorted(ALIASES.items()))
+def test_short_names(short: str, name: str) -> None:
+    assert name in PRESETS
+    assert short not in PRESETS
+    assert load_recipe(short) == load_recipe(name)
 
 
 def test_a_file(tmp_path: Path) -> None:
@@ -47,6 +78,21 @@ def test_a_file(tmp_path: Path) -> None:
     assert load_recipe(path) == load_recipe(str(path)) == expected
     path.write_text("name: other\nweights: fp8\n")
     assert load_recipe(path).name == "other"
+
+
+def test_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "weights: nvfp4\noverrides:\n- modules: ['*.mlp']\n  weights: fp8\n"
+        "- {modules: ['layers.0'], weights: none}\n"
+    )
+    recipe = load_recipe(path)
+    assert recipe.overrides == (
+        Override(modules=("*.mlp",), weights="fp8"),
+        Override(modules=("layers.0",), weights="none"),
+    )
+    assert recipe.formats == ("nvfp4", "fp8")
+    assert Recipe(name="mine", weights="none").formats == ()
 
 
 def test_a_recipe_is_returned_as_it_is() -> None:
@@ -87,13 +133,23 @@ def test_no_such_kv_cache(kv_cache: str) -> None:
     [
         ("weight: fp8", "unknown key 'weight'; did you mean 'weights'.; known: description, "),
         ("1: fp8", "unknown key 1"),
-        ("include: []", "weights must name a format, got None"),
-        ("weights: [fp8]", "weights must name a format, got"),
+        ("include: []", 'weights must name a format, or be "none", got None'),
+        ("weights: [fp8]", 'weights must name a format, or be "none", got'),
         ("weights: fp8\ninclude: '*.mlp'", "include must be a list of patterns, got '"),
         ("weights: fp8\nexclude: [1]", "exclude must be a list of patterns"),
         ("weights: fp8\nkv_cache: 8", "kv_cache must be text, got 8"),
         ("weights: fp8\nname: 8", "name must be text, got 8"),
         ("weights: fp8\nkv_cache: int4", "unknown KV cache format 'int4'"),
+        ("weights: fp8\noverrides: nvfp4", "overrides must be a list, got 'nvfp4'"),
+        ("weights: fp8\noverrides: [nvfp4]", r"overrides\[0\] must have modules and weights"),
+        (
+            "weights: fp8\noverrides: [{modules: ['*.mlp'], weight: nvfp4}]",
+            r"overrides\[0\]: unknown key 'weight'; did you mean 'weights'",
+        ),
+        (
+            "weights: fp8\noverrides: [{weights: nvfp4}]",
+            r"overrides\[0\] must have a list of modules",
+        ),
         ("- weights", "must be a mapping of keys, got list"),
         ("", "must be a mapping of keys, got NoneType"),
         ("a: [", "no valid YAML"),

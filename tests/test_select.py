@@ -20,7 +20,7 @@ from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.checkpoint.names import map_names
 from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.models import ExpertStorageSpec, ModelSpec, PTQSpec, get_spec, get_specs
-from modelopt_lite.recipes import Recipe
+from modelopt_lite.recipes import Override, Recipe
 from modelopt_lite.select import Candidate, TensorShape, apply_recipe, find_candidates
 
 installed = Version(transformers.__version__)
@@ -276,6 +276,31 @@ def test_patterns_that_do_nothing(fields: dict[str, Any], message: str) -> None:
 def test_a_preset_may_name_modules_of_other_architectures() -> None:
     chosen = apply_recipe(CANDIDATES, recipe(name="nvfp4_mlp_only", include=("*.mlp", "*.moe")))
     assert [c.skip is None for c in chosen] == [False, True, True, False]
+
+
+def formats(**fields: Any) -> list[str]:
+    return [c.format for c in apply_recipe(CANDIDATES, recipe(**fields))]
+
+
+def test_overrides_go_in_order() -> None:
+    """A later one wins, also over what is not included; exclude wins over all."""
+    first = Override(modules=("layers.0",), weights="nvfp4")
+    second = Override(modules=("*.mlp",), weights="mxfp8")
+    none = Override(modules=("*.mlp",), weights="none")
+    assert formats(overrides=(first,)) == ["nvfp4", "nvfp4", "fp8", ""]
+    assert formats(overrides=(first, second)) == ["nvfp4", "mxfp8", "mxfp8", ""]
+    assert formats(overrides=(second, first)) == ["nvfp4", "nvfp4", "mxfp8", ""]
+    assert formats(overrides=(first, none)) == ["nvfp4", "", "", ""]
+    assert formats(overrides=(first,), include=("layers.1",)) == ["nvfp4", "nvfp4", "fp8", ""]
+    assert formats(overrides=(first,), exclude=("*.attn",)) == ["", "nvfp4", "fp8", ""]
+    with pytest.raises(RecipeError, match="override pattern 'nothing'"):
+        formats(overrides=(Override(modules=("nothing",), weights="fp8"),))
+    skipped = apply_recipe(CANDIDATES, recipe(overrides=(none,)))
+    assert skipped[1].skip == "left out by an override of the recipe mine"
+
+
+def test_only_the_cache_may_be_quantized() -> None:
+    assert all(c.skip for c in apply_recipe(CANDIDATES, recipe(weights="none")))
 
 
 def test_a_model_without_matrices() -> None:

@@ -30,6 +30,7 @@ LAYERS = (
     ("job",),
     ("export", "verify"),
     ("plan",),
+    ("cache_scales",),
     ("select", "build"),
     ("calibrate",),
     ("offload", "parallel"),

@@ -5,31 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from modelopt_lite.errors import RecipeError
 
 _EAGER = "eager_attention_forward"
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
-
-
-@dataclass(slots=True)
-class CacheStats:
-    """Largest magnitude of keys and values by attention module: 0-d tensors in their dtype."""
-
-    key: dict[str, Tensor] = field(default_factory=dict)
-    value: dict[str, Tensor] = field(default_factory=dict)
-
-    def visit(self, module: str, key: Tensor, value: Tensor) -> None:
-        """Take one call into account; keys and values are [B, heads, T, head_dim]."""
-        for stats, tensor in ((self.key, key), (self.value, value)):
-            low, high = torch.aminmax(tensor.detach())
-            amax = torch.maximum(-low, high)
-            stats[module] = torch.maximum(stats[module], amax) if module in stats else amax
 
 
 def check_watched(path: str, module: nn.Module) -> None:

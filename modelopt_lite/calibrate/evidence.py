@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelopt_lite.calibrate.attention import CacheStats
+from modelopt_lite.calibrate.cache import CacheStats
 from modelopt_lite.calibrate.observe import InputStats, Site
 
 
@@ -30,7 +32,7 @@ class Evidence:
                 if s in rows
             ],
             "cache": {
-                name: [_scalar(self.cache.key[name]), _scalar(self.cache.value[name])]
+                name: [_state(self.cache.key[name]), _state(self.cache.value[name])]
                 for name in modules
                 if name in self.cache.key
             },
@@ -44,8 +46,9 @@ class Evidence:
             if amax is not None:
                 self.inputs.amax[site] = _tensor(amax)
         for name, (key, value) in data["cache"].items():
-            self.cache.key[name] = _tensor(key)
-            self.cache.value[name] = _tensor(value)
+            for stats, state in ((self.cache.key, key), (self.cache.value, value)):
+                stats[name] = self.cache.empty()
+                vars(stats[name]).update(_unpacked(state))
 
 
 def _scalar(value: Tensor) -> list[Any]:
@@ -56,3 +59,15 @@ def _scalar(value: Tensor) -> list[Any]:
 def _tensor(scalar: list[Any]) -> Tensor:
     number, dtype = scalar
     return torch.tensor(number, dtype=getattr(torch, dtype))
+
+
+def _state(seen: object) -> str:
+    """All that an object holds, in text."""
+    buffer = io.BytesIO()
+    torch.save(vars(seen), buffer)
+    return base64.b85encode(buffer.getvalue()).decode()
+
+
+def _unpacked(state: str) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(io.BytesIO(base64.b85decode(state)), weights_only=True)
+    return found

@@ -21,7 +21,7 @@ from modelopt_lite.formats.linear import FORMATS, LinearFormat
 class InputRounding:
     """Rounds what enters each quantized matrix, as a checkpoint of the modelopt dialect says.
 
-    The format comes from the checkpoint's ``quant_algo``, and a static scale from its
+    The format is that which the checkpoint states for the matrix, and a static scale comes from its
     ``input_scale`` tensors. Experts that share a parameter have a site each. Where several tensors
     on disk make up one matrix of the model, the largest of their scales holds, as in engines, which
     fuse them, too. Other dialects: nothing is rounded.
@@ -40,10 +40,8 @@ class InputRounding:
         self._scales: dict[Site, Tensor] = {}
         if not str(source.quantization.get("quant_method")).startswith("modelopt"):
             return
-        by_algo = {fmt.quant_algo: fmt for fmt in FORMATS.values()}
-        declared = by_algo.get(str(source.quantization.get("quant_algo")))
         for site, name in _sites(source, names):
-            fmt = declared or FORMATS[source.encoded[name].format]
+            fmt = FORMATS[source.encoded[name].format]
             self._formats[site] = fmt
             if not fmt.static_input:
                 continue

@@ -1,8 +1,9 @@
 """Present an already quantized checkpoint as plain tensors, decoded one at a time.
 
 Read: block FP8 as DeepSeek stores it, FP8 with a scale per tensor or per row (transformers,
-compressed-tensors, modelopt), MXFP4 as gpt-oss stores it, and NVFP4 in the modelopt dialect, our
-own exports among them. Any other quantized source is refused while only headers have been read.
+compressed-tensors, modelopt), MXFP4 as gpt-oss stores it, and every format of ``FORMATS`` in the
+modelopt dialect, our own exports among them. Any other quantized source is refused while only
+headers have been read.
 
 Sources: transformers 5.14.1 ``integrations/{finegrained_fp8,mxfp4}.py`` for the first and the
 third; the checkpoint format pages of compressed-tensors 0.14; Model Optimizer 0.47's exports.
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.checkpoint.layouts import (
+    MXFP4_BLOCKS,
     QUANT_KEYS,
     Encoded,
     decoded_shape,
@@ -43,7 +45,7 @@ _MODEL_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
 }
-_KV_SCALE = re.compile(r"(^|[._])((q|k|v|kv|prob)_scale|[kv]_proj\.output_scale)$")
+_KV_SCALE = re.compile(r"(^|[._])((q|k|v|kv|prob)_scale|[kv]_proj\.(output_scale|[kv]_bias))$")
 _INPUT_SCALE = re.compile(r"[._](input_scale|activation_scale)$")
 
 
@@ -179,7 +181,7 @@ class DequantizedSource:
             elif _INPUT_SCALE.search(stored):
                 self.dropped[stored] = "activation scale of the source's own quantization"
             elif _KV_SCALE.search(stored):
-                self.dropped[stored] = "KV-cache scale of the source's own quantization"
+                self.dropped[stored] = "KV-cache scale or bias of the source's own quantization"
             elif stored not in scales:
                 refuse_foreign(self.base, info, self.quantization)
                 tensors[stored] = info
@@ -242,20 +244,22 @@ def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _decode(info: TensorInfo, encoded: Encoded, codes: Tensor, scales: list[Tensor]) -> Tensor:
     scale = scales[0]
-    if encoded.format == "mxfp4":
+    if encoded.format == MXFP4_BLOCKS:
         if bool((scale == 255).any()):
             raise NonFiniteError(
                 f"{info.file}: scale {encoded.scales[0]!r} holds a NaN (byte 255); the source is "
                 "damaged, download or save it again"
             )
-        return mxfp4.dequantize(codes, scale, info.dtype, input_major=True)
+        return mxfp4.dequantize_groups(codes, scale, info.dtype, input_major=True)
     if encoded.block is not None:
         return fp8_block.dequantize(codes, scale.float(), encoded.block, info.dtype)
     if encoded.format == "fp8":
         return fp8.dequantize(codes, scale.float().reshape(()), info.dtype)
-    stacked = codes.ndim == 3  # [E, in, out], rows of the matrices are the last axis
     if encoded.format == "fp8_per_channel_per_token":
-        rows = scale.float().unsqueeze(1) if stacked else scale.float().reshape(-1, 1)
+        # Of a stack [E, in, out] the rows of the matrices are the last axis.
+        rows = scale.float().unsqueeze(1) if codes.ndim == 3 else scale.float().reshape(-1, 1)
         return fp8.dequantize(codes, rows, info.dtype)
-    named = {"weight": codes, "weight_scale": scale, "weight_scale_2": scales[1].reshape(())}
-    return FORMATS[encoded.format].dequantize(named, info.dtype, input_major=stacked)
+    named = {"weight": codes, "weight_scale": scale}
+    if len(scales) > 1:
+        named["weight_scale_2"] = scales[1].reshape(())
+    return FORMATS[encoded.format].dequantize(named, info.dtype, turned=encoded.turned)

@@ -16,9 +16,15 @@ import torch
 from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.checkpoint.reader import Checkpoint, read_json
 from modelopt_lite.errors import CheckpointError, UnsupportedSourceError
+from modelopt_lite.formats.declared import MIXED, Declared, is_turned, same_shape
+from modelopt_lite.formats.linear import FORMATS, LinearFormat
 
 QUANT_KEYS = ("quantization_config", "compression_config")
-_MODELOPT_ALGOS = {None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"}
+MXFP4_BLOCKS = "mxfp4_blocks"
+_MODELOPT_ALGOS = {None, MIXED, *(fmt.quant_algo.upper() for fmt in FORMATS.values())}
+# What the shape of the scale was already compared for, when the format was chosen.
+_CHECKED = {"fp8_block", "fp8", "fp8_per_channel_per_token"}
+_CODE_DTYPES = {fmt.codec.code_dtype for fmt in FORMATS.values()}
 _FP8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 # Tensors that exist only in quantized checkpoints. One that is left when all known layouts are
 # taken out belongs to a layout that is not read here.
@@ -35,16 +41,18 @@ class Encoded:
     """How one presented tensor is stored.
 
     Attributes:
-        format: ``fp8_block``, ``mxfp4``, or a key of ``formats.linear.FORMATS``.
+        format: ``fp8_block``, ``mxfp4_blocks``, or a key of ``formats.linear.FORMATS``.
         codes: Name on disk of the codes.
         scales: Names on disk of the scales, the block or row scale first.
         block: Rows and columns per scale; only ``fp8_block`` has them.
+        turned: A stack [E, in, out] whose blocks run along ``in``.
     """
 
     format: str
     codes: str
     scales: tuple[str, ...]
     block: tuple[int, int] | None = None
+    turned: bool = False
 
 
 def find_quantization(base: Checkpoint) -> dict[str, Any] | None:
@@ -75,7 +83,8 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _unsupported(base: Checkpoint, what: str) -> UnsupportedSourceError:
     return UnsupportedSourceError(
         f"{base.path}: the source is quantized with {what}, which cannot be decoded exactly; give "
-        "the original checkpoint, or one in FP8, MXFP4 (gpt-oss) or modelopt NVFP4"
+        "the original checkpoint, or one in FP8, MXFP4 (gpt-oss) or a format of the modelopt "
+        "dialect without smoothing"
     )
 
 
@@ -104,10 +113,10 @@ def find_layouts(
     if method == "compressed-tensors":
         return _fp8_layouts(base, _compressed_block(base, quantization))
     if method.startswith("modelopt"):
-        algo = quantization.get("quant_algo")
-        if algo not in _MODELOPT_ALGOS:
-            raise _unsupported(base, f"{method} {algo}")
-        return _modelopt_layouts(base, str(algo).lower())
+        declared = Declared.of(quantization)
+        if declared.algo not in _MODELOPT_ALGOS:
+            raise _unsupported(base, f"{method} {declared.algo}")
+        return _modelopt_layouts(base, declared)
     raise _unsupported(base, method)
 
 
@@ -198,23 +207,46 @@ def _fp8_kind(
     )
 
 
-def _modelopt_layouts(base: Checkpoint, algo: str) -> Iterator[tuple[str, Encoded]]:
+def _modelopt_layouts(base: Checkpoint, declared: Declared) -> Iterator[tuple[str, Encoded]]:
     """Pair ``X.weight`` with ``X.weight_scale``, and stacked ``X`` with ``X_weight_scale``."""
     for scale, info in base.tensors.items():
         codes = _codes_of(base, scale, ("_weight_scale", "_scale"))
         if codes is None:
             continue
         stored = base.tensors[codes]
-        if stored.dtype == torch.float8_e4m3fn:
-            yield codes, Encoded(_fp8_kind(base, stored, info, None), codes, (scale,))
-        elif stored.dtype == torch.uint8:
-            second = f"{scale}_2"
+        if stored.dtype not in _CODE_DTYPES:
+            continue
+        fmt = _modelopt_format(base, declared, stored, info)
+        names = [scale]
+        if len(fmt.codec.tensors((), 1, 1, "exact")) > 2:
+            names.append(second := f"{scale}_2")
             if second not in base.tensors:
                 raise CheckpointError(
                     f"{base.path}: tensor {codes!r} lacks {second!r}; restore the scale tensor"
                 )
-            kind = "w4a16_nvfp4" if algo == "w4a16_nvfp4" else "nvfp4"
-            yield codes, Encoded(kind, codes, (scale, second))
+        turned = is_turned(fmt, stored.shape, info.shape, input_major=True)
+        yield codes, Encoded(fmt.name, codes, tuple(names), turned=turned)
+
+
+def _modelopt_format(
+    base: Checkpoint, declared: Declared, codes: TensorInfo, scale: TensorInfo
+) -> LinearFormat:
+    """Return the format that the config states; where it states none, what dtypes and shapes say.
+
+    Of FP8 without blocks the shape of the scale says whether it is one for a matrix or a row.
+    """
+    module = codes.name.removesuffix(".weight")
+    found = [f for f in declared.formats_of(module) if f.codec.code_dtype == codes.dtype]
+    if codes.dtype == torch.float8_e4m3fn and all(f.group_size is None for f in found):
+        return FORMATS[_fp8_kind(base, codes, scale, None)]
+    if found:
+        return found[0]
+    if codes.dtype == torch.uint8 and declared.algo is None:
+        return FORMATS["nvfp4"]
+    raise CheckpointError(
+        f"{base.path}: tensor {codes.name!r} holds {codes.dtype} codes, and the config states "
+        f"{declared.algo} and no format of such codes for it; restore the config"
+    )
 
 
 def _mxfp4_layouts(base: Checkpoint) -> Iterator[tuple[str, Encoded]]:
@@ -226,7 +258,7 @@ def _mxfp4_layouts(base: Checkpoint) -> Iterator[tuple[str, Encoded]]:
                 raise CheckpointError(
                     f"{base.path}: tensor {codes!r} lacks {scale!r}; restore the scale tensor"
                 )
-            yield name, Encoded("mxfp4", codes, (scale,))
+            yield name, Encoded(MXFP4_BLOCKS, codes, (scale,))
 
 
 def decoded_shape(base: Checkpoint, encoded: Encoded) -> tuple[int, ...]:
@@ -235,19 +267,20 @@ def decoded_shape(base: Checkpoint, encoded: Encoded) -> tuple[int, ...]:
     scale = base.tensors[encoded.scales[0]]
     shape = codes.shape
     decoded: tuple[int, ...] = ()
-    if encoded.format == "mxfp4":
+    if encoded.format == MXFP4_BLOCKS:
         good = len(shape) == 4 and shape[3] == 16 and scale.shape == shape[:3]
         good = good and scale.dtype == torch.uint8
         decoded = (shape[0], shape[2] * 32, shape[1]) if good else decoded  # [E, in, out]
-    elif encoded.format in {"nvfp4", "w4a16_nvfp4"}:
-        axis = len(shape) - 1 if len(shape) == 2 else 1  # stacked experts are [E, in, out]
-        good = len(shape) in {2, 3} and shape[axis] % 8 == 0
-        good = good and base.tensors[encoded.scales[1]].numel == 1
-        good = good and scale.dtype == torch.float8_e4m3fn
-        good = good and scale.shape == _times(shape, axis, 1, 8)
-        decoded = _times(shape, axis, 2, 1) if good else decoded
-    else:
+    elif encoded.format in _CHECKED:
         return shape
+    else:
+        fmt = FORMATS[encoded.format]
+        decoded = fmt.decoded_shape(shape, stacked_input_major=encoded.turned)
+        good = fmt.problem(decoded, stacked_input_major=encoded.turned) is None
+        specs = fmt.tensors(decoded, stacked_input_major=encoded.turned) if good else ()
+        for spec, name in zip(specs[1:], encoded.scales, strict=False):
+            info = base.tensors[name]
+            good = good and info.dtype == spec.dtype and same_shape(info.shape, spec.shape)
     if not good:
         raise CheckpointError(
             f"{base.path}: scale {scale.name!r} {scale.dtype} {list(scale.shape)} does not fit the "
@@ -255,7 +288,3 @@ def decoded_shape(base: Checkpoint, encoded: Encoded) -> tuple[int, ...]:
             "again"
         )
     return decoded
-
-
-def _times(shape: tuple[int, ...], axis: int, factor: int, divisor: int) -> tuple[int, ...]:
-    return (*shape[:axis], shape[axis] * factor // divisor, *shape[axis + 1 :])

@@ -18,7 +18,8 @@ from modelopt_lite.export.quantize import check_finite, quantize_matrices
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.linear import FORMATS, ErrorReport
 from modelopt_lite.offload.units import Unit
-from modelopt_lite.plan import Copy, Matrix, Output, Plan
+from modelopt_lite.plan import Copy, Matrix, Plan
+from modelopt_lite.select import Output
 from modelopt_lite.words import counted
 
 
@@ -186,16 +187,19 @@ class Exporter:
         for scales in self._plan.kv_cache:
             if scales.unit != unit.name:
                 continue
-            for output, seen in (
-                (scales.key, self.evidence.cache.key),
-                (scales.value, self.evidence.cache.value),
+            for output, bias, seen in (
+                (scales.key, scales.key_bias, self.evidence.cache.key),
+                (scales.value, scales.value_bias, self.evidence.cache.value),
             ):
                 if scales.module not in seen:
                     raise CalibrationError(
                         f"no keys or values of the attention layer {scales.module!r} were seen, so "
                         "its KV cache has no scales; run without kv_cache"
                     )
-                self._write(output, fp8.scale_from_amax(seen[scales.module].float()))
+                found = seen[scales.module]
+                self._write(output, fp8.scale_from_amax(found.amax.float()))
+                if bias is not None and found.bias is not None:
+                    self._write(bias, found.bias)
 
 
 def _unreached(matrices: Sequence[Matrix]) -> CalibrationError:

@@ -12,60 +12,105 @@ from pathlib import Path
 from typing import Any
 
 from modelopt_lite.checkpoint.reader import cut_layer_types
-from modelopt_lite.formats.linear import LinearFormat
+from modelopt_lite.formats.cache import CACHE_FORMATS
+from modelopt_lite.formats.declared import MIXED
+from modelopt_lite.formats.linear import FORMATS, LinearFormat
 from modelopt_lite.plan import Plan
 
 QUANT_CONFIG_FILE = "hf_quant_config.json"
 # TensorRT-LLM knows the nested file by the producer's name; the version is the dialect's.
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
+# Algorithms whose group size the peer leaves out.
+_PEER_SILENT = {"fp8_pb_wo", "mxfp4"}
+# The only single formats that the peer describes in numbers, too; others are known by name alone.
+_PEER_GROUPS = {"FP8", "NVFP4", "W4A16_NVFP4"}
 
 
 def quant_config(plan: Plan) -> dict[str, Any]:
     """Return the contents of ``hf_quant_config.json``."""
-    fmt = plan.format
-    section: dict[str, Any] = {
-        "quant_algo": fmt.quant_algo,
-        "kv_cache_quant_algo": _kv_algo(plan),
-    }
-    if fmt.group_size is not None:
-        section["group_size"] = fmt.group_size
-    section["exclude_modules"] = list(plan.unquantized)
+    kv_cache = {"kv_cache_quant_algo": _kv_algo(plan)}
+    formats = plan.formats
+    if len(formats) == 1:
+        layer = _layer(formats[0], plan)
+        section = {"quant_algo": layer.pop("quant_algo"), **kv_cache, **layer}
+        section["exclude_modules"] = list(plan.unquantized)
+    else:  # what is not listed is not quantized
+        section = {"quant_algo": MIXED if formats else None, **kv_cache}
+        section["quantized_layers"] = _layers(plan)
     return {"producer": dict(_PRODUCER), "quantization": section}
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:
     """Return the section ``quantization_config`` of ``config.json``."""
-    fmt = plan.format
+    formats = plan.formats
     section: dict[str, Any] = {}
-    if groups := _config_groups(fmt):
+    if groups := _config_groups(plan):
         section["config_groups"] = groups
-    section["ignore"] = list(plan.unquantized)
-    section["quant_algo"] = fmt.quant_algo
-    if fmt.group_size is not None:
-        section["group_size"] = fmt.group_size
-    if plan.kv_cache:
-        section["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    if len(formats) == 1:
+        section |= {"ignore": list(plan.unquantized), **_layer(formats[0], plan)}
+    elif formats:
+        section |= {"quantized_layers": _layers(plan), "ignore": [], "quant_algo": MIXED}
+    else:
+        section["ignore"] = []
+    if (algo := _kv_algo(plan)) is not None:
+        eight = {"dynamic": False, "num_bits": 8, "type": "float"}
+        section["kv_cache_scheme"] = eight if algo == "FP8" else algo
     section["producer"] = dict(_PRODUCER)
     section["quant_method"] = "modelopt"
     return section
 
 
 def _kv_algo(plan: Plan) -> str | None:
-    return "FP8" if plan.kv_cache else None
-
-
-def _config_groups(fmt: LinearFormat) -> dict[str, Any] | None:
-    """The group that describes one format, for the formats that have such a description."""
-    bits = {"FP8": 8, "NVFP4": 4, "W4A16_NVFP4": 4}.get(fmt.quant_algo)
-    if bits is None:
+    """Name of the cache's format. The peer calls affine FP8 plain, which loses its biases."""
+    if plan.recipe.kv_cache is None:
         return None
-    numbers: dict[str, Any] = {"dynamic": False, "num_bits": bits, "type": "float"}
-    if fmt.group_size is not None:
-        numbers["group_size"] = fmt.group_size
-    group: dict[str, Any] = {"weights": numbers, "targets": ["Linear"]}
-    if fmt.static_input:
-        group = {"input_activations": dict(numbers), **group}
-    return {"group_0": group}
+    algo = CACHE_FORMATS[plan.recipe.kv_cache].algo
+    return "FP8" if algo == "FP8_AFFINE" and plan.numerics == "modelopt" else algo
+
+
+def _layer(fmt: LinearFormat, plan: Plan) -> dict[str, Any]:
+    """What describes one format: its name and, with blocks, their size."""
+    layer: dict[str, Any] = {"quant_algo": fmt.quant_algo}
+    silent = plan.numerics == "modelopt" and fmt.quant_algo in _PEER_SILENT
+    if fmt.group_size is not None and not silent:
+        layer["group_size"] = fmt.group_size
+    if "AWQ" in fmt.quant_algo:  # readers look for what the peer states even where it does not hold
+        layer |= {"has_zero_point": False, "pre_quant_scale": False}
+    return layer
+
+
+def _layers(plan: Plan) -> dict[str, dict[str, Any]]:
+    return {m.name: _layer(FORMATS[m.format], plan) for m in plan.matrices}
+
+
+def _config_groups(plan: Plan) -> dict[str, Any]:
+    """The groups that describe each format in numbers."""
+    formats = plan.formats
+    if len(formats) == 1:
+        described = formats[0].quant_algo in _PEER_GROUPS or plan.numerics == "exact"
+        return {"group_0": _group(formats[0], ["Linear"])} if described else {}
+    return {
+        f"group_{index}": _group(fmt, sorted(m.name for m in plan.matrices if m.format == fmt.name))
+        for index, fmt in enumerate(formats)
+    }
+
+
+def _group(fmt: LinearFormat, targets: list[str]) -> dict[str, Any]:
+    codec, inputs = fmt.codec, fmt.inputs
+    weights = _numbers(codec.num_bits, codec.kind, codec.block, dynamic=False)
+    group: dict[str, Any] = {"weights": weights, "targets": targets}
+    if inputs.bits is None:
+        return group
+    dynamic = not fmt.static_input
+    numbers = _numbers(inputs.bits, inputs.kind, inputs.group_size, dynamic=dynamic)
+    return {"input_activations": numbers, **group}
+
+
+def _numbers(bits: int, kind: str, group_size: int | None, *, dynamic: bool) -> dict[str, Any]:
+    numbers: dict[str, Any] = {"dynamic": dynamic, "num_bits": bits, "type": kind}
+    if group_size is not None:
+        numbers["group_size"] = group_size
+    return numbers
 
 
 def edit_config(config: dict[str, Any], plan: Plan, class_name: str) -> dict[str, Any]:

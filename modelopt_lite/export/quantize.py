@@ -10,7 +10,8 @@ from torch import Tensor
 from modelopt_lite.errors import InternalError, NonFiniteError
 from modelopt_lite.formats.base import Numerics, amax
 from modelopt_lite.formats.linear import FORMATS, ErrorReport, measure_error
-from modelopt_lite.plan import Matrix, Output
+from modelopt_lite.plan import Matrix
+from modelopt_lite.select import Output
 from modelopt_lite.words import counted
 
 Write = Callable[[Output, Tensor], None]
@@ -44,12 +45,13 @@ def quantize_matrices(
     for matrix in matrices:
         fmt = FORMATS[matrix.format]
         weight = _value(matrix, sources)
-        shared = group_amax[matrix.weight_group] if fmt.shares_weight_amax else None
+        shared = group_amax[matrix.weight_group]
         stacked_input_major = matrix.input_major and weight.ndim == 3
         tensors = fmt.quantize(weight, shared, numerics=numerics, input_major=stacked_input_major)
         if verify:
+            turned = fmt.turns(stacked_input_major, numerics)
             errors[matrix.name] = measure_error(
-                fmt, weight, tensors, numerics=numerics, input_major=stacked_input_major
+                fmt, weight, tensors, numerics=numerics, turned=turned
             )
         outputs = matrix.outputs
         if tensors.keys() != outputs.keys() - {"input_scale"}:

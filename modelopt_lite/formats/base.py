@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Numerics = Literal["exact", "modelopt"]
 """``modelopt`` gives the bytes of Model Optimizer 0.47, ``exact`` the better arithmetic."""
@@ -59,11 +60,31 @@ def amax(w: Tensor) -> Tensor:
     return torch.maximum(-low.float(), high.float())
 
 
+def amax_along(w: Tensor, axis: int) -> Tensor:
+    """Return the largest magnitudes along an axis, float32; NaN and infinity carry over.
+
+    Without their sign bit, floating-point numbers are in the order of their bits as integers, and
+    NaN comes after all others. Comparing integers takes a fraction of the time.
+    """
+    bits = torch.int32 if w.dtype == torch.float32 else torch.int16
+    return (w.view(bits) & torch.iinfo(bits).max).amax(axis).view(w.dtype).float()
+
+
 def row_amax(w_RK: Tensor) -> Tensor:
     """Return the largest magnitude of each row, float32 [R] (or [E, R] of [E, R, K])."""
     if not w_RK.numel():
         return torch.zeros(w_RK.shape[:-1], dtype=torch.float32, device=w_RK.device)
-    return torch.maximum(w_RK.amax(-1).float(), -w_RK.amin(-1).float())
+    if w_RK.ndim != 2:
+        return torch.stack([row_amax(part) for part in w_RK])
+    return torch.cat([amax_along(w_RK[rows], -1) for rows in row_chunks(w_RK)])
+
+
+def block_amax(size: Tensor, block: int) -> Tensor:
+    """Return the largest of each ``block`` neighbours of a contiguous float32 >= 0; NaN stays."""
+    if size.device.type == "cpu" and size.numel() and block < 32:
+        # The same maxima as amax; of 16 in about half the time, of 32 no more.
+        return functional.max_pool1d(size.view(1, 1, -1), block).view(-1)
+    return size.view(-1, block).amax(-1)
 
 
 def chunk_rows(columns: int, device: torch.device) -> int:
@@ -72,9 +93,13 @@ def chunk_rows(columns: int, device: torch.device) -> int:
     return max(1, size // max(1, columns))
 
 
-def row_chunks(w_RK: Tensor) -> Iterator[slice]:
-    """Yield slices that cut [R, K] into runs of rows whose temporaries stay in the cache."""
+def row_chunks(w_RK: Tensor, multiple: int = 1) -> Iterator[slice]:
+    """Yield slices that cut [R, K] into runs of rows whose temporaries stay in the cache.
+
+    Each begins at a multiple of ``multiple``.
+    """
     step = chunk_rows(w_RK.shape[1], w_RK.device)
+    step = max(1, step // multiple) * multiple
     for start in range(0, w_RK.shape[0], step):
         yield slice(start, min(start + step, w_RK.shape[0]))
 

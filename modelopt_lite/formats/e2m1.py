@@ -42,6 +42,31 @@ def round_(size: Tensor, code: Tensor, spare: Tensor) -> Tensor:
     return code.view(torch.int32)
 
 
+def round_down_(size: Tensor, code: Tensor, spare: Tensor) -> Tensor:
+    """Round magnitudes to E2M1, to nearest, ties toward zero; else as `round_`."""
+    torch.mul(size, 2, out=code).sub_(0.5).ceil_()
+    torch.sub(size, 0.5, out=spare).ceil_().add_(2)
+    torch.minimum(code, spare, out=code)
+    torch.mul(size, 0.5, out=spare).sub_(0.5).ceil_().add_(4).clamp_(max=7)
+    return torch.minimum(code, spare, out=code).add_(_MAGIC).view(torch.int32)
+
+
+def pack_signed(magnitude: Tensor, value: Tensor) -> Tensor:
+    """Join magnitude codes with the sign bits of values, and two codes to a byte.
+
+    Args:
+        magnitude: int32 [2 N], contiguous, the code in the low byte; overwritten.
+        value: float32 [2 N], contiguous; overwritten.
+
+    Returns:
+        int16 [N], the byte in its low half.
+    """
+    sign = value.view(torch.int32).bitwise_right_shift_(31)  # 0 or -1
+    nibble = magnitude.sub_(sign, alpha=8).to(torch.uint8)  # keeps the low byte
+    pair = nibble.view(torch.int16)  # 0x0H0L, H the odd column
+    return pair.bitwise_or_(pair >> 4)
+
+
 def decode(packed: Tensor) -> Tensor:
     """Return the values of packed codes: uint8 [..., P] to float32 [..., 2 P]; code 8 is -0.0."""
     values = torch.tensor(MAGNITUDES, device=packed.device)

@@ -22,6 +22,7 @@ from modelopt_lite.formats.base import (
     F32_SLACK,
     F32_TINY,
     Numerics,
+    amax,
     chunk_rows,
     row_amax,
     row_chunks,
@@ -34,15 +35,15 @@ DTYPE = torch.float8_e4m3fn
 _QUOTIENT_ERROR = {torch.bfloat16: 1 / 257, torch.float16: 1 / 2049}
 
 
-def scale_from_amax(amax: Tensor, *, numerics: Numerics = "exact") -> Tensor:
-    """Return the scale that maps ``amax`` to 448, float32 of the same shape.
+def scale_from_amax(largest: Tensor, *, numerics: Numerics = "exact") -> Tensor:
+    """Return the scale that maps the largest magnitude to 448, float32 of the same shape.
 
     Args:
-        amax: [] or any shape, any float dtype, >= 0. 0 and NaN give the scale 1.
+        largest: [] or any shape, any float dtype, >= 0. 0 and NaN give the scale 1.
         numerics: ``exact`` never goes below the smallest normal float32, so that no quotient
             overflows and devices that flush subnormals never divide by 0.
     """
-    scale = (sanitized_amax(amax, E4M3_MAX).double() / E4M3_MAX).float()
+    scale = (sanitized_amax(largest, E4M3_MAX).double() / E4M3_MAX).float()
     return scale.clamp_min(F32_TINY) if numerics == "exact" else scale
 
 
@@ -134,9 +135,15 @@ def fake_quantize(x: Tensor, scale: Tensor) -> Tensor:
     return dequantize(quantize(x, scale, numerics="exact"), scale, x.dtype)
 
 
+def fake_quantize_per_tensor(x: Tensor) -> Tensor:
+    """Return ``x`` rounded to FP8 with one scale that it is given at run time."""
+    return fake_quantize(x, scale_from_amax(amax(x)))
+
+
 def fake_quantize_per_token(x: Tensor) -> Tensor:
     """Return ``x`` [..., K] rounded to FP8 with a scale of its own for each token."""
-    return fake_quantize(x, scale_from_amax(row_amax(x)).unsqueeze(-1))
+    largest = row_amax(x.reshape(-1, x.shape[-1])).view(x.shape[:-1])
+    return fake_quantize(x, scale_from_amax(largest).unsqueeze(-1))
 
 
 def _aligned(scale: Tensor, w: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """NVFP4: 4-bit E2M1 elements, an E4M3 scale for 16 elements, a float32 scale for the tensor.
 
 A value is ``element * scale * scale_2``; cost 4 + 8/16 = 4.5 bits an element. Blocks run along the
-input channels; two elements share a byte, the even column in the low nibble.
+input channels; two elements share a byte, the even column in the low nibble. The same with blocks
+of 32 is what the peer's W4A8_NVFP4_FP8 keeps.
 
-Shape suffixes: R rows, K columns, P = K / 2 bytes, B = K / 16 blocks in a row, N blocks in all; a
-leading E (experts) is allowed where a docstring says so.
+Shape suffixes: R rows, K columns, P = K / 2 bytes, B = K / block blocks in a row, N blocks in all;
+a leading E (experts) is allowed where a docstring says so.
 
 Sources: OCP Microscaling Formats v1.0 (E2M1); NVIDIA, arXiv:2509.25149 (the two scales).
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from modelopt_lite.errors import ShapeError
 from modelopt_lite.formats import e2m1, fp8
@@ -25,6 +25,7 @@ from modelopt_lite.formats.base import (
     E4M3_MIN_SUBNORMAL,
     F32_SLACK,
     Numerics,
+    block_amax,
     chunk_rows,
     row_chunks,
     sanitized_amax,
@@ -52,25 +53,29 @@ _MIN_SCALE_2 = 2.0**-117
 _BLOCK_RELATIVE_ERROR = 3 / 17
 
 
-def weight_scale_2(amax: Tensor, *, numerics: Numerics = "exact") -> Tensor:
-    """Return the tensor's scale, ``amax / (6 * 448)``, float32 of the shape of ``amax``.
+def weight_scale_2(
+    amax: Tensor, *, numerics: Numerics = "exact", reach: float = E2M1_MAX * E4M3_MAX
+) -> Tensor:
+    """Return the tensor's scale, ``amax / reach``, float32 of the shape of ``amax``.
 
     Args:
         amax: The largest magnitude of all matrices that share the scale; 0 and NaN count as 6.
         numerics: ``exact`` keeps the scale at 2**-117 or more, so that no step (block scale times
             this) is subnormal.
+        reach: Largest value of element times block scale.
     """
-    scale = sanitized_amax(amax, E2M1_MAX) / (E2M1_MAX * E4M3_MAX)
+    scale = sanitized_amax(amax, E2M1_MAX) / reach
     return scale.clamp_min(_MIN_SCALE_2) if numerics == "exact" else scale
 
 
-def quantize(w_RK: Tensor, scale_2: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(w_RK: Tensor, scale_2: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     """Round a matrix to NVFP4, to nearest, ties to the even code.
 
     Args:
-        w_RK: [R, K] or [E, R, K], bfloat16, float16 or float32, finite, K a multiple of 16. Read,
-            never written; any strides.
+        w_RK: [R, K] or [E, R, K], bfloat16, float16 or float32, finite, K a multiple of ``block``.
+            Read, never written; any strides.
         scale_2: float32 [] > 0, ``weight_scale_2`` of an amax that covers ``w_RK``.
+        block: Elements that share a scale.
 
     Returns:
         uint8 [R, P] and float8_e4m3fn [R, B] (or with E before), within ``error_bound``. Block
@@ -78,12 +83,12 @@ def quantize(w_RK: Tensor, scale_2: Tensor) -> tuple[Tensor, Tensor]:
         0, negatives that round to zero code 8.
 
     Raises:
-        ShapeError: K is not a multiple of 16, or the tensor is not 2-D or 3-D.
+        ShapeError: K is not a multiple of ``block``, or the tensor is not 2-D or 3-D.
     """
-    _check_blocks(w_RK)
+    _check_blocks(w_RK, block)
     columns = w_RK.shape[-1]
     packed = w_RK.new_empty((*w_RK.shape[:-1], columns // 2), dtype=torch.uint8)
-    scale = w_RK.new_empty((*w_RK.shape[:-1], columns // BLOCK), dtype=torch.float8_e4m3fn)
+    scale = w_RK.new_empty((*w_RK.shape[:-1], columns // block), dtype=torch.float8_e4m3fn)
     if w_RK.ndim == 2:
         matrices = [(w_RK, packed, scale)]
     elif w_RK.ndim == 3:
@@ -95,12 +100,18 @@ def quantize(w_RK: Tensor, scale_2: Tensor) -> tuple[Tensor, Tensor]:
     scratch = torch.empty(4, chunk, dtype=torch.float32, device=w_RK.device)
     for matrix_RK, packed_RP, scale_RB in matrices:
         for rows in row_chunks(matrix_RK):
-            _quantize_chunk(matrix_RK[rows], scale_2, packed_RP[rows], scale_RB[rows], scratch)
+            _quantize_chunk(
+                matrix_RK[rows], scale_2, packed_RP[rows], scale_RB[rows], scratch, block
+            )
     return packed, scale
 
 
 def dequantize(
-    packed_RP: Tensor, scale_RB: Tensor, scale_2: Tensor, dtype: torch.dtype = torch.float32
+    packed_RP: Tensor,
+    scale_RB: Tensor,
+    scale_2: Tensor,
+    dtype: torch.dtype = torch.float32,
+    block: int = BLOCK,
 ) -> Tensor:
     """Return the [R, K] (or [E, R, K]) values that the bytes stand for.
 
@@ -111,20 +122,21 @@ def dequantize(
         scale_RB: float8_e4m3fn [R, B] or [E, R, B].
         scale_2: float32 [].
         dtype: Of the result.
+        block: Elements that share a scale.
     """
     out = packed_RP.new_empty((*packed_RP.shape[:-1], packed_RP.shape[-1] * 2), dtype=dtype)
     if not out.numel():
         return out
-    packed_NP = packed_RP.reshape(-1, BLOCK // 2)
+    packed_NP = packed_RP.reshape(-1, block // 2)
     scale_N1 = scale_RB.reshape(-1, 1)
-    out_NK = out.view(-1, BLOCK)
+    out_NK = out.view(-1, block)
     for part in row_chunks(out_NK):
         step_N1 = fp8.decode(scale_N1[part]).mul_(scale_2)
         out_NK[part].copy_(e2m1.decode(packed_NP[part]).mul_(step_N1))
     return out
 
 
-def error_bound(w_RK: Tensor, scale_2: Tensor) -> Tensor:
+def error_bound(w_RK: Tensor, scale_2: Tensor, block: int = BLOCK) -> Tensor:
     """Return the largest ``|dequantize(quantize(w)) - w|`` of each element, float32, shape of w.
 
     It is the smaller of ``|w|`` and a bound that a block shares: ``3/17 * amax(block)`` where the
@@ -134,14 +146,14 @@ def error_bound(w_RK: Tensor, scale_2: Tensor) -> Tensor:
     block exceeds ``6 * 448 * scale_2``, and where ``scale_2`` is so near the end of float32 that it
     lost bits (amax under 2**-100, with ``numerics="modelopt"`` only).
     """
-    _check_blocks(w_RK)
+    _check_blocks(w_RK, block)
     size = w_RK.float().abs().contiguous().view(-1)
-    amax_N = _block_amax(size)
+    amax_N = block_amax(size, block)
     rounding = scale_2 * E4M3_ABSOLUTE_ERROR
     small_N = torch.maximum(amax_N / E2M1_MAX + rounding, rounding * E2M1_MAX)
     normal_N = amax_N >= scale_2 * (E2M1_MAX * E4M3_MIN_NORMAL)
     bound_N = torch.where(normal_N, amax_N * _BLOCK_RELATIVE_ERROR, small_N)
-    bound = torch.minimum(size.view(-1, BLOCK), bound_N.unsqueeze(-1))
+    bound = torch.minimum(size.view(-1, block), bound_N.unsqueeze(-1))
     return bound.mul_(F32_SLACK).view(w_RK.shape)
 
 
@@ -158,10 +170,10 @@ def fake_quantize(x: Tensor, input_scale: Tensor) -> Tensor:
     Raises:
         ShapeError: K is not a multiple of 16.
     """
-    _check_blocks(x)
+    _check_blocks(x, BLOCK)
     value = x.float().contiguous()
     size = value.abs().view(-1)
-    scale_N = (_block_amax(size) / (input_scale * E2M1_MAX)).clamp_(max=E4M3_MAX)
+    scale_N = (block_amax(size, BLOCK) / (input_scale * E2M1_MAX)).clamp_(max=E4M3_MAX)
     step_N1 = (scale_N.to(fp8.DTYPE).float() * input_scale).unsqueeze(-1)
     size.view(-1, BLOCK).div_(torch.where(step_N1 > 0, step_N1, torch.inf))
     code = e2m1.round_(size, torch.empty_like(size), torch.empty_like(size)) & 7
@@ -171,7 +183,12 @@ def fake_quantize(x: Tensor, input_scale: Tensor) -> Tensor:
 
 
 def _quantize_chunk(
-    w_RK: Tensor, scale_2: Tensor, packed_RP: Tensor, scale_RB: Tensor, scratch: Tensor
+    w_RK: Tensor,
+    scale_2: Tensor,
+    packed_RP: Tensor,
+    scale_RB: Tensor,
+    scratch: Tensor,
+    block: int,
 ) -> None:
     """Quantize one chunk into ``packed_RP`` and ``scale_RB``; ``scratch`` is 4 float32 buffers."""
     value, size, code, spare = scratch[:, : w_RK.numel()].unbind(0)
@@ -179,30 +196,19 @@ def _quantize_chunk(
     value.add_(0.0)  # -0.0 becomes 0.0, so that a sign bit means x < 0
     torch.abs(value, out=size)
 
-    scale_N = _block_amax(size) / (scale_2 * E2M1_MAX)
+    scale_N = block_amax(size, block) / (scale_2 * E2M1_MAX)
     scale_N = torch.where(scale_N > 0, scale_N, 1.0).clamp_(E4M3_MIN_SUBNORMAL, E4M3_MAX)
     scale_RB.copy_(scale_N.view(scale_RB.shape))
     step_N1 = (scale_RB.float() * scale_2).view(-1, 1)
 
-    size.view(-1, BLOCK).div_(step_N1)
+    size.view(-1, block).div_(step_N1)
     magnitude = e2m1.round_(size, code, spare)
-    sign = value.view(torch.int32).bitwise_right_shift_(31)  # 0 or -1
-    nibble = magnitude.sub_(sign, alpha=8).to(torch.uint8)  # keeps the low byte
-    pair = nibble.view(torch.int16)  # 0x0H0L, H the odd column
-    packed_RP.copy_(pair.bitwise_or_(pair >> 4).view(packed_RP.shape))  # again the low byte
+    packed_RP.copy_(e2m1.pack_signed(magnitude, value).view(packed_RP.shape))
 
 
-def _block_amax(size: Tensor) -> Tensor:
-    """Return the largest of each 16 neighbours of a contiguous float32 [16 N] >= 0; NaN stays."""
-    if size.device.type == "cpu" and size.numel():
-        # The same maxima as amax, in about half the time.
-        return functional.max_pool1d(size.view(1, 1, -1), BLOCK).view(-1)
-    return size.view(-1, BLOCK).amax(-1)
-
-
-def _check_blocks(w: Tensor) -> None:
-    if w.ndim == 0 or w.shape[-1] % BLOCK:
+def _check_blocks(w: Tensor, block: int) -> None:
+    if w.ndim == 0 or w.shape[-1] % block:
         raise ShapeError(
-            f"NVFP4 needs a last axis that is a multiple of {BLOCK}, got shape {list(w.shape)}; "
+            f"NVFP4 needs a last axis that is a multiple of {block}, got shape {list(w.shape)}; "
             "leave this module unquantized"
         )

@@ -1,6 +1,7 @@
 """Recipes: what is quantized, and to which format. The presets are the YAML files beside this one.
 
-A recipe names a weight format, the modules it applies to, and the format of the KV cache. Patterns
+A recipe names a weight format, the modules it applies to, other formats for some of them, and the
+format of the KV cache. Patterns
 select modules by their name on disk, with everything below them: ``*`` alone stands for one or more
 parts of the dotted name, and within a part for any characters.
 """
@@ -13,9 +14,30 @@ from pathlib import Path
 from typing import Any
 
 from modelopt_lite.errors import RecipeError
+from modelopt_lite.formats.cache import CACHE_FORMATS
 
 _PRESETS = Path(__file__).parent
-KV_FORMATS = ("fp8",)
+KV_FORMATS = tuple(CACHE_FORMATS)
+NO_FORMAT = "none"
+ALIASES = {
+    "fp8_pc_pt": "fp8_per_channel_per_token",
+    "fp8_pb_wo": "fp8_2d_blockwise_weight_only",
+    "int8_wo": "int8_weight_only",
+}
+"""Older, short names of presets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """Another weight format for some modules.
+
+    Attributes:
+        modules: Patterns of the modules.
+        weights: Name of a format, or ``"none"`` to leave them as they are.
+    """
+
+    modules: tuple[str, ...]
+    weights: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +46,12 @@ class Recipe:
 
     Attributes:
         name: Shown in reports and in the default name of the export's folder.
-        weights: Name of a format, which also says how inputs are quantized.
+        weights: Name of a format, which also says how inputs are quantized; ``"none"`` for none.
         kv_cache: Format of the key and value cache, or None to leave it.
         include: Patterns of modules to quantize; empty: every linear layer and expert that the
             model's spec does not leave out.
-        exclude: Patterns of modules to leave as they are.
+        exclude: Patterns of modules to leave as they are, whatever else names them.
+        overrides: Other formats for some modules, included or not; a later one wins.
     """
 
     name: str
@@ -36,7 +59,14 @@ class Recipe:
     kv_cache: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    overrides: tuple[Override, ...] = ()
     description: str = field(default="", compare=False)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Names of the weight formats that it asks for, each once."""
+        named = (self.weights, *(override.weights for override in self.overrides))
+        return tuple(dict.fromkeys(name for name in named if name != NO_FORMAT))
 
 
 def preset_names() -> list[str]:
@@ -48,7 +78,8 @@ def load_recipe(recipe: str | Path | Recipe, *, kv_cache: str | None = None) -> 
     """Return a recipe: a preset by name, one from a YAML file, or the given one.
 
     Args:
-        recipe: Name of a preset, path of a ``.yaml`` file, or a recipe.
+        recipe: Name of a preset, its short name (``ALIASES``), path of a ``.yaml`` file, or a
+            recipe.
         kv_cache: Replaces the recipe's own where not None; ``"none"`` removes it.
 
     Raises:
@@ -71,10 +102,11 @@ def load_recipe(recipe: str | Path | Recipe, *, kv_cache: str | None = None) -> 
 
 
 def _preset(name: str) -> str:
-    names = preset_names()
+    name, names = ALIASES.get(name, name), preset_names()
     if name not in names:
+        near = _near(name, (*names, *ALIASES))
         raise RecipeError(
-            f"unknown recipe {name!r}{_near(name, names)}; presets: {', '.join(names)}; "
+            f"unknown recipe {name!r}{near}; presets: {', '.join(names)}; "
             "a recipe of your own is a .yaml file"
         )
     return name
@@ -96,21 +128,12 @@ def _read(path: Path) -> Recipe:
 
 def parse_recipe(data: dict[str, Any], *, where: str) -> Recipe:
     """Check a mapping's keys and types and make a recipe of it; ``where`` names it in errors."""
-    known = {f.name for f in fields(Recipe)}
-    for key in data:
-        if key not in known:
-            raise RecipeError(
-                f"{where}: unknown key {key!r}{_near(str(key), known)}; known: "
-                f"{', '.join(sorted(known))}"
-            )
+    _check_keys(data, Recipe, where)
     if not isinstance(data.get("weights"), str):
-        raise RecipeError(f"{where}: weights must name a format, got {data.get('weights')!r}")
-    lists: dict[str, tuple[str, ...]] = {}
-    for key in ("include", "exclude"):
-        value = data.get(key) or []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise RecipeError(f"{where}: {key} must be a list of patterns, got {value!r}")
-        lists[key] = tuple(value)
+        raise RecipeError(
+            f'{where}: weights must name a format, or be "none", got {data.get("weights")!r}'
+        )
+    made: dict[str, Any] = {key: _patterns(data, key, where) for key in ("include", "exclude")}
     for key in ("name", "kv_cache", "description"):
         if not isinstance(data.get(key, ""), str | None):
             raise RecipeError(f"{where}: {key} must be text, got {data[key]!r}")
@@ -118,7 +141,43 @@ def parse_recipe(data: dict[str, Any], *, where: str) -> Recipe:
         raise RecipeError(
             f"{where}: name must be text that is not empty and has no /, got {data.get('name')!r}"
         )
-    return Recipe(**{**data, **lists})
+    overrides = data.get("overrides") or []
+    if not isinstance(overrides, list):
+        raise RecipeError(f"{where}: overrides must be a list, got {overrides!r}")
+    made["overrides"] = tuple(
+        _override(item, f"{where}: overrides[{index}]") for index, item in enumerate(overrides)
+    )
+    return Recipe(**{**data, **made})
+
+
+def _override(data: Any, where: str) -> Override:
+    if not isinstance(data, dict):
+        raise RecipeError(f"{where} must have modules and weights, got {data!r}")
+    _check_keys(data, Override, where)
+    weights, modules = data.get("weights"), _patterns(data, "modules", where)
+    if not isinstance(weights, str) or not modules:
+        raise RecipeError(
+            f'{where} must have a list of modules, and weights that name a format or are "none", '
+            f"got {data!r}"
+        )
+    return Override(modules=modules, weights=weights)
+
+
+def _check_keys(data: dict[str, Any], kind: type[Recipe | Override], where: str) -> None:
+    known = {f.name for f in fields(kind)}
+    for key in data:
+        if key not in known:
+            raise RecipeError(
+                f"{where}: unknown key {key!r}{_near(str(key), known)}; known: "
+                f"{', '.join(sorted(known))}"
+            )
+
+
+def _patterns(data: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
+    value = data.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise RecipeError(f"{where}: {key} must be a list of patterns, got {value!r}")
+    return tuple(value)
 
 
 def _near(name: str, known: Any) -> str:

@@ -19,13 +19,18 @@ from modelopt_lite.verify.config import (
     QuantConfig,
     check_algo,
     check_excludes,
-    check_kv_config,
     open_modules,
 )
 from modelopt_lite.verify.export import Export
 from modelopt_lite.verify.files import open_export
 from modelopt_lite.verify.findings import Finding, Severity, shorten
-from modelopt_lite.verify.groups import check_experts, check_groups, check_kv
+from modelopt_lite.verify.groups import (
+    check_experts,
+    check_groups,
+    check_kv,
+    check_kv_config,
+    check_listed,
+)
 from modelopt_lite.verify.source import check_sidecars, check_source
 from modelopt_lite.verify.tensors import check_layout, check_values
 from modelopt_lite.words import counted
@@ -136,6 +141,7 @@ def _check(export: Export, config: QuantConfig | None) -> Iterator[Finding]:
         yield from check_algo(export, config)
         yield from check_excludes(export, config)
         yield from check_kv_config(export, config)
+    yield from check_listed(export)
     yield from check_groups(export)
     yield from check_experts(export)
     yield from check_kv(export)

@@ -13,7 +13,8 @@ from modelopt_lite.checkpoint.dequant import DequantizedSource, Source, open_sou
 from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.errors import CheckpointError
-from modelopt_lite.formats.linear import ErrorReport, LinearFormat, measure_error
+from modelopt_lite.formats.declared import MIXED, same_shape
+from modelopt_lite.formats.linear import FORMATS, ErrorReport, LinearFormat, measure_error
 from modelopt_lite.models.specs import ExpertStorageSpec
 from modelopt_lite.verify.config import open_modules
 from modelopt_lite.verify.export import Export, Module
@@ -40,58 +41,59 @@ def compare_with_source(folder: Path, source: Path) -> dict[str, ErrorReport]:
     """
     checkpoint = Checkpoint(folder)
     export, _, _ = open_modules(checkpoint)
-    if export.format is None:
+    if export.algo != MIXED and not export.declared.formats_of(""):
         raise CheckpointError(
             f"{folder}: quant_algo {export.algo!r} cannot be dequantized here; compare an export "
-            "in FP8 or NVFP4"
+            f"in one of {', '.join(sorted({f.quant_algo for f in FORMATS.values()}))}"
         )
     with checkpoint, open_source(source) as original:
-        return dict(measure(export, original, export.format))
+        return dict(measure(export, original))
 
 
-def measure(export: Export, source: Source, fmt: LinearFormat) -> Iterator[tuple[str, ErrorReport]]:
+def measure(export: Export, source: Source) -> Iterator[tuple[str, ErrorReport]]:
     """Yield the report of each packed module that has a matrix in the source."""
     reader = _SourceReader(source, export.storage)
     for name, origin in find_origins(export, source).items():
         module = export.modules.get(name)
-        if module is None or not module.packed or not _complete(export, module, fmt):
+        if module is None or not module.packed:
+            continue
+        fmt = export.format_of(module)
+        if fmt is None or not _complete(export, module, fmt):
             continue
         w = reader.matrix(origin)
         if tuple(w.shape) != export.logical_shape(module):
             continue
-        major = module.stacked and export.stacked_input_major
+        turned = export.is_turned(module)
         # The wider of the two bounds: an export does not say which arithmetic made it.
         yield (
             name,
-            measure_error(fmt, w, _read(export, module), numerics="modelopt", input_major=major),
+            measure_error(fmt, w, _read(export, module), numerics="modelopt", turned=turned),
         )
 
 
 def check_errors(export: Export, source: Source) -> Iterator[Finding]:
     """Rule ``weight-error``: no value is further from its source than its format allows."""
-    if export.format is None:
-        return
-    for name, report in measure(export, source, export.format):
+    for name, report in measure(export, source):
         if math.isnan(report.worst) or report.worst > 1:
             yield Finding(
                 "weight-error",
                 f"{export.folder}: {name!r} is up to {report.worst:.3g} times as far from the "
-                f"source as {export.algo} allows (relative error {report.relative:.3g}); wrong "
+                f"source as its format allows (relative error {report.relative:.3g}); wrong "
                 "scales or another source, export again",
             )
 
 
 def _complete(export: Export, module: Module, fmt: LinearFormat) -> bool:
     shape = export.logical_shape(module)
-    major = module.stacked and export.stacked_input_major
-    if fmt.problem(shape, stacked_input_major=major):
+    turned = export.is_turned(module)
+    if fmt.problem(shape, stacked_input_major=turned):
         return False
-    specs = fmt.tensors(shape, stacked_input_major=major)
+    specs = fmt.tensors(shape, stacked_input_major=turned)
     have = {**module.scales, **({"weight": module.weight} if module.weight else {})}
     return all(
         (info := have.get(spec.suffix)) is not None
         and info.dtype == spec.dtype
-        and info.shape in {spec.shape, spec.shape or (1,)}
+        and same_shape(info.shape, spec.shape)
         for spec in specs
         if spec.suffix != "input_scale"
     )

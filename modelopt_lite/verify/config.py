@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from modelopt_lite.checkpoint.reader import Checkpoint, read_json
 from modelopt_lite.errors import CheckpointError
+from modelopt_lite.formats.declared import MIXED, Declared
 from modelopt_lite.verify.export import Export, Module, nested, read_export
 from modelopt_lite.verify.findings import Finding, shorten
 from modelopt_lite.verify.matchers import sglang_excluded, tensorrt_excluded, vllm_excluded
@@ -55,12 +56,14 @@ class QuantConfig:
         kv_cache: Format of the key and value cache, None without one.
         group_size: Elements that share a scale, None where it is not said.
         exclude: The modules that are not quantized.
+        declared: The formats that it states.
     """
 
     algo: str | None
     kv_cache: str | None
     group_size: int | None
     exclude: tuple[str, ...]
+    declared: Declared
 
 
 def read_configs(checkpoint: Checkpoint) -> tuple[QuantConfig | None, list[Finding]]:
@@ -83,8 +86,11 @@ def read_configs(checkpoint: Checkpoint) -> tuple[QuantConfig | None, list[Findi
 def open_modules(checkpoint: Checkpoint) -> tuple[Export, QuantConfig | None, list[Finding]]:
     """Read the configs, and sort the tensors into modules of the format that they name."""
     config, findings = read_configs(checkpoint)
-    algo = config.algo.upper() if config is not None and config.algo is not None else None
-    return read_export(checkpoint, algo), config, findings
+    declared = config.declared if config is not None else Declared()
+    flat = checkpoint.config.get("quantization_config")
+    if isinstance(flat, dict) and declared.inputs is None:  # only config.json has config_groups
+        declared = replace(declared, inputs=Declared.of(flat).inputs)
+    return read_export(checkpoint, declared), config, findings
 
 
 def _read_flat(checkpoint: Checkpoint, findings: list[Finding]) -> QuantConfig | None:
@@ -111,11 +117,11 @@ def _read_flat(checkpoint: Checkpoint, findings: list[Finding]) -> QuantConfig |
         eight = scheme.get("type") == "float" and scheme.get("num_bits") == 8
         scheme = "FP8" if eight else str(scheme)
     size = section.get("group_size")
-    groups = section.get("config_groups")
+    groups = section.get("config_groups") if section.get("quant_algo") != MIXED else None
     for group in groups.values() if isinstance(groups, dict) and size is None else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         size = weights.get("group_size", size) if isinstance(weights, dict) else size
-    return _made(path, section.get("quant_algo"), scheme, size, section.get("ignore"), findings)
+    return _made(path, section, scheme, size, section.get("ignore"), findings)
 
 
 def _read_nested(folder: Path, findings: list[Finding]) -> QuantConfig | None:
@@ -147,11 +153,16 @@ def _read_nested(folder: Path, findings: list[Finding]) -> QuantConfig | None:
             )
         )
     kv_cache, size = section.get("kv_cache_quant_algo"), section.get("group_size")
-    return _made(path, algo, kv_cache, size, section.get("exclude_modules"), findings)
+    return _made(path, section, kv_cache, size, section.get("exclude_modules"), findings)
 
 
 def _made(
-    path: Path, algo: Any, kv_cache: Any, size: Any, exclude: Any, findings: list[Finding]
+    path: Path,
+    section: Mapping[str, Any],
+    kv_cache: Any,
+    size: Any,
+    exclude: Any,
+    findings: list[Finding],
 ) -> QuantConfig:
     exclude = [] if exclude is None else exclude
     if not isinstance(exclude, list) or not all(isinstance(e, str) for e in exclude):
@@ -159,11 +170,13 @@ def _made(
             Finding("config-readable", f"{path}: the list of excluded modules is {exclude!r}")
         )
         exclude = []
+    algo = section.get("quant_algo")
     return QuantConfig(
         algo=None if algo is None else str(algo),
         kv_cache=None if kv_cache is None else str(kv_cache),
         group_size=size if isinstance(size, int) else None,
         exclude=tuple(exclude),
+        declared=Declared.of({**section, "group_size": size}),
     )
 
 
@@ -173,6 +186,7 @@ def _disagreements(folder: Path, flat: QuantConfig, inner: QuantConfig) -> Itera
         ("KV cache format", flat.kv_cache, inner.kv_cache),
         ("group_size", flat.group_size, inner.group_size),
         ("excluded modules", set(flat.exclude), set(inner.exclude)),
+        ("quantized layers", flat.declared.entries, inner.declared.entries),
     ):
         silent = what == "group_size" and one is None  # readers fall back to the format's own
         if one != other and not silent:
@@ -207,22 +221,25 @@ def check_algo(export: Export, config: QuantConfig) -> Iterator[Finding]:
         yield Finding(
             "quant-algo",
             f"{export.folder}: no engine loads quant_algo {config.algo!r}; export another format",
+            "warning" if export.declared.formats_of("") else "error",  # ours at least reads it
         )
-    elif export.algo not in _VLLM_ALGOS and export.algo != "MIXED_PRECISION":
+    elif export.algo not in _VLLM_ALGOS and export.algo != MIXED:
         yield Finding(
             "quant-algo",
             f"{export.folder}: vLLM does not load quant_algo {config.algo!r}; serve it with "
             "another engine, or export another format",
             "warning",
         )
-    elif export.format is None:
+    elif packed is not None and export.format_of(packed) is None:
         yield Finding(
             "quant-algo",
             f"{export.folder}: shapes and scales of {config.algo} are not checked here",
             "warning",
         )
-    fmt = export.format
-    if fmt and fmt.group_size is not None and config.group_size != fmt.group_size:
+    fmt = export.format_of(packed) if packed is not None and export.algo != MIXED else None
+    # Readers know the size of all blocks but NVFP4's by the name of the format.
+    stated = config.group_size is not None or (export.algo is not None and "NVFP4" in export.algo)
+    if fmt and stated and config.group_size != fmt.group_size:
         yield Finding(
             "config-group-size",
             f"{export.folder}: group_size is {config.group_size!r}, {fmt.quant_algo} has blocks of "
@@ -246,7 +263,7 @@ def check_excludes(export: Export, config: QuantConfig) -> Iterator[Finding]:
     Rules: ``exclude-entry``, ``exclude-unmatched``, ``excluded-but-packed``,
     ``unpacked-not-excluded``, ``excluded-in-part``.
     """
-    if export.algo in (None, "MIXED_PRECISION"):
+    if export.algo in (None, MIXED):
         return
     usable = []
     for entry in config.exclude:
@@ -350,23 +367,6 @@ def _check_layer(export: Export, layer: EngineLayer, entries: list[str]) -> Iter
             "unpacked-not-excluded",
             f"{export.folder}: {layer.prefix!r} is not packed, and {', '.join(wrong)} does not "
             "find it among the excluded modules; add it",
-        )
-
-
-def check_kv_config(export: Export, config: QuantConfig) -> Iterator[Finding]:
-    """Rule ``kv-config``: a KV format is stated exactly where scales for it exist."""
-    if config.kv_cache and not export.kv_scales:
-        yield Finding(
-            "kv-config",
-            f"{export.folder}: the configs state a {config.kv_cache} KV cache, and no k_scale or "
-            "v_scale exists; engines then scale by 1, export again",
-        )
-    elif export.kv_scales and not config.kv_cache:
-        name = export.kv_scales[0].tensor.name
-        yield Finding(
-            "kv-config",
-            f"{export.folder}: {name!r} exists, and the configs state no KV cache format; engines "
-            "ignore it, export again",
         )
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.errors import CheckpointError
-from modelopt_lite.formats.linear import FORMATS, LinearFormat
+from modelopt_lite.formats.declared import Declared, is_turned
+from modelopt_lite.formats.linear import LinearFormat
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec, ptq_facts
 
@@ -24,6 +25,7 @@ _SCALE = re.compile(
     r"(?P<suffix>weight_scale_2|weight_scale|input_scale|pre_quant_scale)"
 )
 _KV_SCALE = re.compile(r"(?P<module>.+)\.(?P<which>[kv])_scale")
+_KV_BIAS = re.compile(r".+\.[kv]_proj\.[kv]_bias")
 _CHUNK_BYTES = 1 << 24
 
 
@@ -78,7 +80,8 @@ class Export:
         spec: The model's spec, if it has one.
         modules: By name.
         kv_scales: Scales of the key and value cache.
-        algo: The ``quant_algo`` that the configs state, upper case; None without one.
+        kv_biases: Names of the biases of an affine one.
+        declared: The formats that the configs state.
     """
 
     folder: Path
@@ -86,7 +89,8 @@ class Export:
     spec: ModelSpec | None
     modules: dict[str, Module]
     kv_scales: tuple[KVScale, ...]
-    algo: str | None
+    kv_biases: frozenset[str]
+    declared: Declared
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -94,9 +98,18 @@ class Export:
         return self.checkpoint.tensors
 
     @property
-    def format(self) -> LinearFormat | None:
-        """The format of the packed modules, None for one that this package does not write."""
-        return next((f for f in FORMATS.values() if f.quant_algo == self.algo), None)
+    def algo(self) -> str | None:
+        """The ``quant_algo`` that the configs state, upper case; None without one."""
+        return self.declared.algo
+
+    def format_of(self, module: Module) -> LinearFormat | None:
+        """Return the format of a packed module, None for one that this package does not write.
+
+        Where several share a name in configs, the one whose inputs have the scale that is there.
+        """
+        found = self.declared.formats_of(module.name)
+        given = "input_scale" in module.scales
+        return next((f for f in found if f.static_input == given), next(iter(found), None))
 
     @property
     def smoothed(self) -> bool:
@@ -114,11 +127,20 @@ class Export:
         known = self.spec.expert_storage_spec if self.spec else None
         return known or ExpertStorageSpec()
 
-    @property
-    def stacked_input_major(self) -> bool:
-        """Whether stacked experts are [E, in, out], as all known models that export stacks have."""
+    def is_turned(self, module: Module) -> bool:
+        """Whether a module is a stack [E, in, out] whose blocks run along ``in``.
+
+        All known models that export stacks have them so; an export may have quantized them along
+        the wrong axis, which the shape of the block scales tells.
+        """
+        if not module.stacked or module.weight is None:
+            return False
         known = self.spec.expert_storage_spec if self.spec else None
-        return known.input_major if known else True
+        input_major = known.input_major if known else True
+        fmt, scale = self.format_of(module), module.scales.get("weight_scale")
+        if fmt is None or scale is None or fmt.group_size is None:
+            return input_major
+        return is_turned(fmt, module.weight.shape, scale.shape, input_major=input_major)
 
     def packed(self) -> Iterator[Module]:
         """Yield the quantized modules."""
@@ -128,14 +150,13 @@ class Export:
         """Return the shape of the matrix or stack that a module's codes stand for."""
         if module.weight is None:
             return ()
-        shape = module.weight.shape
-        if module.weight.dtype != torch.uint8:
-            return shape
-        axis = 1 if module.stacked and self.stacked_input_major else len(shape) - 1
-        return (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
+        fmt = self.format_of(module)
+        if fmt is None or module.weight.dtype != fmt.codec.code_dtype:
+            return module.weight.shape
+        return fmt.decoded_shape(module.weight.shape, stacked_input_major=self.is_turned(module))
 
 
-def read_export(checkpoint: Checkpoint, algo: str | None) -> Export:
+def read_export(checkpoint: Checkpoint, declared: Declared) -> Export:
     """Sort an export's tensors into modules. Reads nothing but names and headers."""
     modules: dict[str, Module] = {}
     kv_scales = []
@@ -155,7 +176,8 @@ def read_export(checkpoint: Checkpoint, algo: str | None) -> Export:
             module.weight, module.stacked = info, True
     model_type = checkpoint.config.get("model_type")
     spec = get_spec(model_type) if isinstance(model_type, str) else None
-    return Export(checkpoint.path, checkpoint, spec, modules, tuple(kv_scales), algo)
+    biases = frozenset(name for name in checkpoint.tensors if _KV_BIAS.fullmatch(name))
+    return Export(checkpoint.path, checkpoint, spec, modules, tuple(kv_scales), biases, declared)
 
 
 def _may_be_stack(name: str, info: TensorInfo) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from modelopt_lite.formats.declared import MIXED
 from modelopt_lite.offload.patterns import match_part
+from modelopt_lite.verify.config import QuantConfig
 from modelopt_lite.verify.export import Export, KVScale, Module, nested, scalar
 from modelopt_lite.verify.findings import Finding, shorten
 
@@ -38,9 +40,18 @@ def _check_group(export: Export, members: list[Module]) -> Iterator[Finding]:
             f"({', '.join(sorted(map(str, dtypes)))}); quantize all of them or none",
         )
         return
-    two_level = export.algo is not None and "NVFP4" in export.algo
-    if export.format is None or not members[0].packed:
+    if not members[0].packed:
         return
+    formats = {fmt.name: fmt for m in members if (fmt := export.format_of(m))}
+    if len(formats) > 1:
+        yield Finding(
+            "group-format",
+            f"{export.folder}: {names} are joined by engines and differ in format "
+            f"({', '.join(sorted(formats))}); give all of them one format",
+        )
+    if len(formats) != 1:
+        return
+    two_level = "weight_scale_2" in members[0].scales
     shared = ("weight_scale_2", "input_scale") if two_level else ("weight_scale", "input_scale")
     for suffix in shared:
         infos = [m.scales[suffix] for m in members if suffix in m.scales]
@@ -54,6 +65,29 @@ def _check_group(export: Export, members: list[Module]) -> Iterator[Finding]:
                 f"({', '.join(f'{value:.6g}' for value in values)}); quantize them together",
                 "error" if two_level else "warning",
             )
+
+
+def check_listed(export: Export) -> Iterator[Finding]:
+    """Rule ``mixed-layers``: where there are several formats, every packed module states its own.
+
+    Engines leave what is not listed unquantized, and look for codes where something is.
+    """
+    if export.algo != MIXED:
+        return
+    listed = set(export.declared.layers or {})
+    packed = {module.name for module in export.packed()}
+    for names, what in (
+        (packed - listed, "is packed, and quantized_layers does not list it"),
+        (listed - packed, "is listed in quantized_layers, and is not packed"),
+    ):
+        if names:
+            yield Finding("mixed-layers", f"{export.folder}: {shorten(sorted(names))} {what}")
+    if unknown := sorted(n for n in packed & listed if not export.declared.formats_of(n)):
+        yield Finding(
+            "mixed-layers",
+            f"{export.folder}: {shorten(unknown)} is of a format that is not checked here",
+            "warning",
+        )
 
 
 def check_experts(export: Export) -> Iterator[Finding]:
@@ -132,4 +166,35 @@ def check_kv(export: Export) -> Iterator[Finding]:
             f"{export.folder}: {shorten(absent)} has no k_scale and v_scale, other layers have; "
             "engines scale its cache by 1, export again",
             "error" if export.spec else "warning",  # without a spec it may be of a vision tower
+        )
+
+
+def check_kv_config(export: Export, config: QuantConfig) -> Iterator[Finding]:
+    """Rule ``kv-config``: scales of a KV cache exist where a format for it is stated.
+
+    A format without scales is a warning: ``fp8_cast`` and ``nvfp4_cast`` mean it. An affine format
+    has biases, and others have none.
+    """
+    affine = (config.kv_cache or "").upper().endswith("_AFFINE")
+    if affine != bool(export.kv_biases):
+        yield Finding(
+            "kv-config",
+            f"{export.folder}: the configs state the KV cache format {config.kv_cache}, and "
+            f"{len(export.kv_biases)} tensors k_bias and v_bias exist; engines then subtract "
+            "nothing, or what is not there, export again",
+            "error" if affine else "warning",
+        )
+    if config.kv_cache and not export.kv_scales:
+        yield Finding(
+            "kv-config",
+            f"{export.folder}: the configs state a {config.kv_cache} KV cache, and no k_scale or "
+            "v_scale exists; engines then scale by 1, export again if that is not meant",
+            "warning",
+        )
+    elif export.kv_scales and not config.kv_cache:
+        name = export.kv_scales[0].tensor.name
+        yield Finding(
+            "kv-config",
+            f"{export.folder}: {name!r} exists, and the configs state no KV cache format; engines "
+            "ignore it, export again",
         )

@@ -96,7 +96,7 @@ def _absent_parts(export: Export, names: list[str]) -> list[str]:
 
 def _same_shape(export: Export, module: Module, info: TensorInfo) -> Iterator[Finding]:
     shape = export.logical_shape(module)
-    if export.format is not None and shape != info.shape:
+    if export.format_of(module) is not None and shape != info.shape:
         yield Finding(
             "source-shape",
             f"{export.folder}: the codes of {module.name!r} stand for a matrix {list(shape)}, the "
@@ -158,6 +158,7 @@ def _same_bytes(source: Source, info: TensorInfo, written: TensorInfo) -> bool:
 
 def _extra(export: Export, source: Source, origins: dict[str, Origin]) -> Iterator[Finding]:
     known = set(source.tensors) | {scale.tensor.name for scale in export.kv_scales}
+    known |= export.kv_biases
     for name in origins:
         module = export.modules.get(name)
         if module is not None:

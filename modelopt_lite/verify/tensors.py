@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from modelopt_lite.checkpoint.header import TensorInfo
+from modelopt_lite.formats.declared import same_shape
 from modelopt_lite.verify.export import PACKED_DTYPES, Export, Module, chunks
 from modelopt_lite.verify.findings import Finding, shorten
 
@@ -36,14 +37,14 @@ def check_layout(export: Export) -> Iterator[Finding]:
 
 
 def _check_packed(export: Export, module: Module, weight: TensorInfo) -> Iterator[Finding]:
-    fmt = export.format
+    fmt = export.format_of(module)
     if fmt is None:
         if "weight_scale" not in module.scales:
             yield _missing(module, "weight_scale", export.algo)
         return
     shape = export.logical_shape(module)
-    major = module.stacked and export.stacked_input_major
-    wanted_weight = fmt.tensors((16, 16))[0].dtype
+    major = export.is_turned(module)
+    wanted_weight = fmt.codec.code_dtype
     if weight.dtype != wanted_weight:
         yield Finding(
             "weight-dtype",
@@ -63,14 +64,14 @@ def _check_packed(export: Export, module: Module, weight: TensorInfo) -> Iterato
     for suffix, spec in wanted.items():
         info = module.scales.get(suffix)
         if info is None:
-            yield _missing(module, suffix, export.algo)
+            yield _missing(module, suffix, fmt.quant_algo)
         elif info.dtype != spec.dtype:
             yield Finding(
                 "scale-dtype",
                 f"{info.file}: {info.name!r} is {info.dtype}, {fmt.quant_algo} stores "
                 f"{spec.dtype}; export again",
             )
-        elif info.shape != spec.shape and not (spec.shape == () and info.shape == (1,)):
+        elif not same_shape(info.shape, spec.shape):
             yield Finding(
                 "scale-shape",
                 f"{info.file}: {info.name!r} has shape {list(info.shape)}, a weight of shape "

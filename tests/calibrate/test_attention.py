@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
-from modelopt_lite.calibrate.attention import CacheStats, watch_attention
+from modelopt_lite.calibrate.attention import watch_attention
+from modelopt_lite.calibrate.cache import CacheStats
 
 BuildModel = Callable[..., Any]
 IDS = torch.arange(18).reshape(2, 9)
@@ -50,8 +51,8 @@ def test_as_the_kernel_sees_them(
     for index, name in enumerate(names):
         own = calls[index::2]
         assert len(own) == 2
-        assert float(stats.key[name]) == max(key for key, _ in own)
-        assert float(stats.value[name]) == max(value for _, value in own)
+        assert float(stats.key[name].amax) == max(key for key, _ in own)
+        assert float(stats.value[name].amax) == max(value for _, value in own)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "qwen3_moe"])
@@ -75,7 +76,7 @@ def test_eager_attention(model_type: str, build_model: BuildModel) -> None:
         assert torch.equal(run(model), plain)
     for handle in handles:
         handle.remove()
-    assert {name: float(value) for name, value in stats.value.items()} == expected
+    assert {name: float(value.amax) for name, value in stats.value.items()} == expected
     assert len(stats.key) == 2
 
 
@@ -88,7 +89,7 @@ def test_keys_are_seen_after_rotation_and_norm(build_model: BuildModel) -> None:
     stats = CacheStats()
     with watch_attention(model, stats.visit):
         run(model)
-    key = float(stats.key["model.layers.0.self_attn"])
+    key = float(stats.key["model.layers.0.self_attn"].amax)
     assert 0.5 * before[0] <= key <= 2**0.5 * before[0]  # a rotation turns pairs
     assert key != before[0]
 
@@ -139,5 +140,5 @@ def test_nan_and_signs() -> None:
     stats.visit("a", low, one)
     stats.visit("a", one, one * torch.nan)
     stats.visit("a", one, one)
-    assert float(stats.key["a"]) == 3.0
-    assert stats.value["a"].isnan()
+    assert float(stats.key["a"].amax) == 3.0
+    assert stats.value["a"].amax.isnan()

@@ -90,7 +90,7 @@ def test_c66_other_attentions(checkpoint: Make, cases: Any, kind: str) -> None:
 def test_c66_unknown_cache_format(checkpoint: Make, cases: Any) -> None:
     """Asked for a format that does not exist."""
     with pytest.raises(RecipeError, match="did you mean 'fp8'"):
-        cases.run(checkpoint("llama"), kv_cache="fp4")
+        cases.run(checkpoint("llama"), kv_cache="fp9")
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "w4a16_nvfp4"])

@@ -292,7 +292,7 @@ def test_exports_of_a_peer(case: str) -> None:
     }
     with opened(GOLDEN / case / "export") as source:
         accounts_for_everything(source)
-        assert source.encoded
+        assert source.encoded or case.endswith("-kv_fp8_only")
         assert set(source.tensors) == set(original)
         for key, tensor in original.items():
             value = source.read(key).double()
@@ -381,8 +381,7 @@ def test_plain_source_stays_a_checkpoint(make_checkpoint: MakeCheckpoint) -> Non
         ({"quant_method": "gptq"}, "gptq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"bits": 4}, "quantized with None"),
-        (MODELOPT | {"quant_algo": "W4A16_AWQ"}, "modelopt W4A16_AWQ"),
-        (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION"),
+        (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "modelopt W4A8_AWQ"),
         (COMPRESSED | {"format": "pack-quantized"}, "compressed-tensors pack-quantized"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         (
@@ -469,7 +468,7 @@ U8 = torch.uint8
                 "a_blocks": torch.zeros(1, 2, 1, 16, dtype=U8),
                 "a_scales": torch.zeros(1, 1, 1, dtype=U8),
             },
-            "does not fit the mxfp4 codes",
+            "does not fit the mxfp4_blocks codes",
         ),
         (
             MXFP4,

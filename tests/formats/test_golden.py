@@ -57,6 +57,13 @@ def _load(folder: Path) -> dict[str, Tensor]:
 CASES = {
     "llama-fp8": "fp8",
     "llama-fp8_pc_pt": "fp8_per_channel_per_token",
+    "llama-fp8_pb_wo": "fp8_2d_blockwise_weight_only",
+    "llama-int8_wo": "int8_weight_only",
+    "llama-mxfp4": "mxfp4",
+    "llama-w4a8_mxfp4_fp8": "w4a8_mxfp4_fp8_dynamic",
+    "llama-w4a8_mxfp4_fp8_max": "w4a8_mxfp4_fp8",
+    "gpt_oss-mxfp4": "mxfp4",
+    "llama-int4_wo": "int4_weight_only",
     "llama-nvfp4": "nvfp4",
     "llama-w4a16_nvfp4": "w4a16_nvfp4",
     "llama_f32-nvfp4": "nvfp4",
@@ -90,7 +97,8 @@ def test_weights(case: str) -> None:
     for module in names:
         w = source(case)[f"{module}.weight"]
         # The peer's dense FP8 gives each matrix its own scale.
-        amax = group_amax(case, module) if fmt.name.endswith("nvfp4") else None
+        shared = fmt.shares_amax(tuple(w.shape), "modelopt") and fmt.name != "fp8"
+        amax = group_amax(case, module) if shared else None
         tensors = fmt.quantize(w, amax, numerics="modelopt")
         for suffix, tensor in tensors.items():
             assert same_bytes(tensor, export(case)[f"{module}.{suffix}"]), (module, suffix)

@@ -64,13 +64,13 @@ def test_mxfp4(dtype: torch.dtype) -> None:
                 code = byte >> 4 if k % 2 else byte & 15
                 size = E2M1[code & 7] * 2.0 ** (int(scales[e, r, k // 32]) - 127)
                 expected[e, r, k] = -size if code & 8 else size
-    rows = mxfp4.dequantize(blocks, scales, dtype)
+    rows = mxfp4.dequantize_groups(blocks, scales, dtype)
     assert rows.dtype == dtype
     assert rows.double().equal(expected)
-    turned = mxfp4.dequantize(blocks, scales, dtype, input_major=True)
+    turned = mxfp4.dequantize_groups(blocks, scales, dtype, input_major=True)
     assert turned.is_contiguous()
     assert turned.equal(rows.transpose(1, 2))
-    assert mxfp4.dequantize(blocks[0], scales[0], dtype).equal(rows[0])
+    assert mxfp4.dequantize_groups(blocks[0], scales[0], dtype).equal(rows[0])
 
 
 def test_mxfp4_as_transformers() -> None:
@@ -80,14 +80,14 @@ def test_mxfp4_as_transformers() -> None:
     blocks = torch.randint(0, 256, (2, 8, 2, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(100, 140, (2, 8, 2), dtype=torch.uint8, generator=generator)
     expected = upstream.convert_moe_packed_tensors(blocks.clone(), scales.clone())
-    assert mxfp4.dequantize(blocks, scales, torch.bfloat16, input_major=True).equal(expected)
+    assert mxfp4.dequantize_groups(blocks, scales, torch.bfloat16, input_major=True).equal(expected)
 
 
 def test_mxfp4_bad_input() -> None:
     blocks, scales = torch.zeros(1, 2, 1, 16, dtype=torch.uint8), torch.zeros(1, 2, 1).byte()
     scales[0, 1, 0] = 255
-    value = mxfp4.dequantize(blocks, scales)
+    value = mxfp4.dequantize_groups(blocks, scales)
     assert value[0, 1].isnan().all()
     assert not value[0, 0].isnan().any()
     with pytest.raises(ShapeError, match="not belong together"):
-        mxfp4.dequantize(blocks, scales[:, :1])
+        mxfp4.dequantize_groups(blocks, scales[:, :1])

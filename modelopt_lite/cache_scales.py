@@ -1,0 +1,109 @@
+"""Which attention layers' key and value caches get scales, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from modelopt_lite.calibrate.attention import check_watched
+from modelopt_lite.checkpoint.names import NameMap
+from modelopt_lite.errors import RecipeError
+from modelopt_lite.formats.cache import CacheFormat
+from modelopt_lite.models.specs import PTQSpec
+from modelopt_lite.offload.patterns import match_part
+from modelopt_lite.offload.units import text_model
+from modelopt_lite.select import Output, TensorShape
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheScale:
+    """The scales of one attention layer's key and value cache, and the biases of affine formats."""
+
+    module: str
+    unit: str
+    key: Output
+    value: Output
+    key_bias: Output | None = None
+    value_bias: Output | None = None
+
+    @property
+    def outputs(self) -> list[Output]:
+        """All of its tensors."""
+        return [o for o in (self.key, self.value, self.key_bias, self.value_bias) if o is not None]
+
+
+def find_caches(
+    model: nn.Module,
+    names: NameMap,
+    tensors: Mapping[str, TensorShape],
+    unit_of: Mapping[str, str],
+    ptq: PTQSpec,
+    fmt: CacheFormat,
+) -> list[KVCacheScale]:
+    """Find every attention layer: it has key and value projections, or is called an attention.
+
+    Latent attention (MLA) has no such projections; engines look for its scales under their names.
+
+    Raises:
+        RecipeError: There is none, or one that has no room for the biases of an affine format.
+    """
+    key_name, value_name = ptq.key_value_names
+    found = []
+    inside = set(text_model(model).modules())
+    for path, module in model.named_modules():
+        if module not in inside:
+            continue
+        children = dict(module.named_children())
+        named = key_name in children and value_name in children
+        if not named and not type(module).__name__.lower().endswith("attention"):
+            continue
+        linear = key_name if named else _first_linear(module)
+        group = names.by_target.get(f"{path}.{linear}.weight")
+        if group is None or _is_skipped(group.sources[0], ptq):
+            continue
+        check_watched(path, module)
+        prefix = group.sources[0].removesuffix(f".{linear}.weight")
+        scale = KVCacheScale(
+            module=path,
+            unit=unit_of[group.targets[0]],
+            key=Output(f"{prefix}.{key_name}.k_scale", torch.float32, ()),
+            value=Output(f"{prefix}.{value_name}.v_scale", torch.float32, ()),
+        )
+        found.append(_with_biases(scale, module, prefix, ptq, tensors) if fmt.affine else scale)
+    if not found:
+        raise RecipeError(
+            f"the recipe asks for KV cache scales, but no module has {key_name!r} and "
+            f"{value_name!r} or is an attention; leave kv_cache out"
+        )
+    return found
+
+
+def _with_biases(
+    scale: KVCacheScale,
+    module: nn.Module,
+    prefix: str,
+    ptq: PTQSpec,
+    tensors: Mapping[str, TensorShape],
+) -> KVCacheScale:
+    biases = []
+    for name, letter in zip(ptq.key_value_names, "kv", strict=True):
+        info, head_dim = tensors.get(f"{prefix}.{name}.weight"), getattr(module, "head_dim", None)
+        if info is None or not isinstance(head_dim, int) or info.shape[0] % head_dim:
+            raise RecipeError(
+                f"{scale.module!r} ({type(module).__name__}) has no projection {name!r} of whole "
+                "heads, so an affine KV cache has no bias for it; use kv_cache fp8 or nvfp4"
+            )
+        shape = (1, info.shape[0] // head_dim, 1, head_dim)
+        biases.append(Output(f"{prefix}.{name}.{letter}_bias", info.dtype, shape))
+    return KVCacheScale(scale.module, scale.unit, scale.key, scale.value, *biases)
+
+
+def _first_linear(module: nn.Module) -> str | None:
+    return next((n for n, child in module.named_children() if isinstance(child, nn.Linear)), None)
+
+
+def _is_skipped(source: str, ptq: PTQSpec) -> bool:
+    return any(match_part(p, source.removesuffix(".weight")) for p in ptq.skip_modules)

@@ -1,0 +1,1 @@
+"""How each family of number formats keeps matrices: quantize, dequantize, shapes, error bounds."""

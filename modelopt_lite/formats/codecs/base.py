@@ -1,0 +1,110 @@
+"""What a codec of weights is. Every family of number formats has a file beside this one.
+
+Shape letters: R rows (output channels), K columns (input channels); ``lead`` is () or (E,), the
+axis of stacked experts. Blocks run along K.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from modelopt_lite.errors import NonFiniteError
+from modelopt_lite.formats.base import Numerics, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec(ABC):
+    """How matrices [R, K] or stacks [E, R, K] are kept.
+
+    Attributes:
+        num_bits: Bits of a code.
+        bits: Bits an element, block scales included.
+        code_dtype: Of the tensor ``weight``.
+        block: Elements along K that share a block scale, None without blocks.
+        row_multiple: ``part`` takes rows that begin at a multiple of this.
+        kind: What codes are.
+        stacks_as_stored: Under ``numerics="modelopt"`` blocks run along the last axis of a stack as
+            it lies on disk, whichever axis that is.
+    """
+
+    num_bits: int
+    bits: float
+    code_dtype: torch.dtype
+    block: int | None = None
+    row_multiple: int = 1
+    kind: Literal["float", "int"] = "float"
+    stacks_as_stored: bool = False
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        """Return why [rows, columns] cannot be kept, None if it can; both are at least 1."""
+        if self.block is not None and columns % self.block:
+            return f"K={columns} is not a multiple of {self.block}"
+        return None
+
+    def shares_amax(self, rows: int, columns: int, numerics: Numerics) -> bool:
+        """Return whether matrices that engines fuse are quantized with their common amax."""
+        return False
+
+    @abstractmethod
+    def tensors(
+        self, lead: tuple[int, ...], rows: int, columns: int, numerics: Numerics
+    ) -> tuple[TensorSpec, ...]:
+        """Return weight, weight_scale and weight_scale_2, as many of them as there are."""
+
+    def matrix_shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of what codes of a shape stand for."""
+        return codes
+
+    @abstractmethod
+    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+        """Return the tensors by suffix; arguments as for ``LinearFormat.quantize``."""
+
+    @abstractmethod
+    def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the values [..., R, K] of what ``quantize`` gave."""
+
+    @abstractmethod
+    def max_error(self, w: Tensor, tensors: Mapping[str, Tensor], *, numerics: Numerics) -> Tensor:
+        """Return the largest float32 error of each element, of the shape of ``w``."""
+
+    def part(self, tensors: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+        """Return the tensors of some rows of one matrix; see ``row_multiple``."""
+        return {k: t[rows] if t.ndim else t for k, t in tensors.items()}
+
+
+def finite(amax: Tensor, what: str) -> Tensor:
+    """Return an amax of any shape.
+
+    Raises:
+        NonFiniteError: It holds a NaN or an infinity.
+    """
+    good = amax.isfinite()
+    if not bool(good.all()):
+        bad = amax[~good].reshape(-1)[0].item()
+        raise NonFiniteError(
+            f"{what} has the largest magnitude {bad}: it holds NaN or infinity; repair the source "
+            "or leave the module unquantized"
+        )
+    return amax
+
+
+def stacked(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Join the tensors of the matrices of a stack."""
+    return {k: _stack([part[k] for part in parts]) for k in parts[0]}
+
+
+def unstacked(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Take a stack's tensors apart; the reverse of `stacked`."""
+    return [{k: t[e] for k, t in tensors.items()} for e in range(len(tensors["weight"]))]
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    if parts[0].dtype.itemsize > 1:
+        return torch.stack(parts)
+    return torch.stack([t.view(torch.uint8) for t in parts]).view(parts[0].dtype)

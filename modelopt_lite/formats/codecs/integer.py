@@ -1,0 +1,101 @@
+"""Weights in INT8 with a scale a row, and in INT4 with a scale for 128 neighbours in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from modelopt_lite.formats import base, integer
+from modelopt_lite.formats.base import Numerics, TensorSpec
+from modelopt_lite.formats.codecs.base import Codec, finite, stacked, unstacked
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Int8(Codec):
+    """A float32 scale for each row."""
+
+    num_bits: int = 8
+    bits: float = 8.0
+    code_dtype: torch.dtype = torch.int8
+    kind: Literal["float", "int"] = "int"
+
+    def tensors(
+        self, lead: tuple[int, ...], rows: int, columns: int, numerics: Numerics
+    ) -> tuple[TensorSpec, ...]:
+        return (
+            TensorSpec("weight", torch.int8, (*lead, rows, columns)),
+            TensorSpec("weight_scale", torch.float32, (*lead, rows)),
+        )
+
+    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+        if w.ndim == 3:
+            return stacked([self.quantize(part, None, numerics=numerics) for part in w])
+        scale = integer.int8_scale(finite(base.row_amax(w), "a weight"), numerics=numerics)
+        return {"weight": integer.quantize_int8(w, scale), "weight_scale": scale}
+
+    def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        if tensors["weight"].ndim == 3:
+            return torch.stack([self.dequantize(part, dtype) for part in unstacked(tensors)])
+        return integer.dequantize_int8(tensors["weight"], tensors["weight_scale"], dtype)
+
+    def max_error(self, w: Tensor, tensors: Mapping[str, Tensor], *, numerics: Numerics) -> Tensor:
+        return integer.error_bound(w, tensors["weight_scale"].unsqueeze(-1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Int4(Codec):
+    """Two rows to a byte, a float32 scale for 128 neighbours in a row."""
+
+    num_bits: int = 4
+    bits: float = 4 + 32 / integer.BLOCK
+    code_dtype: torch.dtype = torch.uint8
+    block: int = integer.BLOCK
+    row_multiple: int = 2
+    kind: Literal["float", "int"] = "int"
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        if rows % 2:
+            return f"R={rows} is odd, and two rows share a byte"
+        return Codec.problem(self, rows, columns)
+
+    def tensors(
+        self, lead: tuple[int, ...], rows: int, columns: int, numerics: Numerics
+    ) -> tuple[TensorSpec, ...]:
+        return (
+            TensorSpec("weight", torch.uint8, (*lead, rows // 2, columns)),
+            TensorSpec("weight_scale", torch.float32, (*lead, rows, columns // self.block)),
+        )
+
+    def matrix_shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
+        return (*codes[:-2], 2 * codes[-2], codes[-1])
+
+    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+        if w.ndim == 3:
+            return stacked([self.quantize(part, None, numerics=numerics) for part in w])
+        own = finite(integer.block_amax(w), "a weight")
+        scale = integer.scale_from_amax(own, largest=integer.INT4_MAX, numerics=numerics)
+        return {"weight": integer.quantize_int4(w, scale), "weight_scale": scale}
+
+    def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        if tensors["weight"].ndim == 3:
+            return torch.stack([self.dequantize(part, dtype) for part in unstacked(tensors)])
+        return integer.dequantize_int4(tensors["weight"], tensors["weight_scale"], dtype)
+
+    def max_error(self, w: Tensor, tensors: Mapping[str, Tensor], *, numerics: Numerics) -> Tensor:
+        scale = tensors["weight_scale"].repeat_interleave(self.block, dim=-1)
+        return integer.error_bound(w, scale)
+
+    def part(self, tensors: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+        pairs = slice(rows.start // 2, rows.stop // 2)
+        return {
+            "weight": tensors["weight"][pairs],
+            "weight_scale": tensors["weight_scale"][rows],
+        }
+
+
+INT8 = _Int8()
+INT4 = _Int4()
