@@ -12,6 +12,8 @@ from pathlib import Path
 from modelopt_lite.checkpoint.journal import has_entries
 from modelopt_lite.errors import CheckpointError, OutputError
 
+_EXPORT = "export"  # inside of the folder that an interrupted run leaves, beside the journal
+
 
 def resolve_checkpoint(ckpt: str | Path) -> Path:
     """Return the folder of a checkpoint: the one given, or that of a model on the Hugging Face hub.
@@ -89,8 +91,8 @@ def staged(export_dir: Path, *, overwrite: bool, resume: bool = False) -> Iterat
     """Give a folder beside ``export_dir`` that takes its place when the block ends well.
 
     When it does not, nothing is left behind and an existing ``export_dir`` stays as it was; but
-    with ``resume``, a folder whose journal has entries stays for the next run where the run was
-    interrupted or could not write, and is what that run is given.
+    with ``resume``, a folder whose journal (beside it, see `checkpoint.journal`) has entries stays
+    for the next run where the run was interrupted or could not write, and is what that run gets.
 
     Raises:
         OutputError: The folder cannot be made or renamed, or another run has it.
@@ -104,11 +106,14 @@ def staged(export_dir: Path, *, overwrite: bool, resume: bool = False) -> Iterat
     except OSError as error:
         raise OutputError(f"cannot make a folder in {target.parent}: {error.strerror}") from error
     with _locked(work, target):
-        if not (resume and has_entries(work)):
-            _empty(work)
+        export = work / _EXPORT
         try:
-            yield work
-            _replace(work, target, overwrite=overwrite)
+            if not (resume and has_entries(work)):
+                _empty(work)
+            export.mkdir(exist_ok=True)
+            yield export
+            _replace(export, target, overwrite=overwrite)
+            shutil.rmtree(work)
         except BaseException as error:
             if resume and has_entries(work) and isinstance(error, KeyboardInterrupt | OutputError):
                 kept = f"what is finished stays in {work}; run the same again to go on"
@@ -118,6 +123,11 @@ def staged(export_dir: Path, *, overwrite: bool, resume: bool = False) -> Iterat
                 if parent.is_dir() and not any(parent.iterdir()):
                     parent.rmdir()
             raise
+
+
+def discard_unfinished(export_dir: Path) -> None:
+    """Remove what an interrupted run into ``export_dir`` left."""
+    shutil.rmtree(_work_folder(export_dir.resolve()), ignore_errors=True)
 
 
 def _work_folder(target: Path) -> Path:

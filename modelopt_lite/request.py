@@ -25,6 +25,7 @@ from modelopt_lite.output import (
     check_export_dir,
     check_free_space,
     default_export_dir,
+    discard_unfinished,
     resolve_checkpoint,
     unfinished_bytes,
 )
@@ -157,6 +158,7 @@ class Request:
         if self.differing:
             return None
         self._check_whole()
+        discard_unfinished(self.target)  # of a run that was killed when all was done
         report.reused = True
         return report
 

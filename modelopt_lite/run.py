@@ -45,7 +45,7 @@ class Run:
     def weights(
         self, folder: Path, layout: ShardLayout, budget: int | None, all_experts: bool
     ) -> None:
-        """Write the weight files, from where a journal in the folder says that a run ended.
+        """Write the weight files, from where a journal beside the folder says that a run ended.
 
         Args:
             folder: Where to write.
@@ -58,7 +58,7 @@ class Run:
         evidence = Evidence(cache=cache_stats(job.plan.recipe, job.plan.numerics))
         if budget is not None and self.data is not None:
             job.fit(budget)
-        journal = Journal(folder / JOURNAL, self.report.details)
+        journal = Journal(folder.parent / JOURNAL, self.report.details)
         written = [name for entry in journal.entries for name in entry["written"]]
         with (
             StreamingWriter(folder, layout, written=written) as writer,
@@ -84,7 +84,6 @@ class Run:
                     exporter.export_rest(job.plan.units)
                     sink.flush()
             writer.finish()
-        journal.remove()
         fill_report(self.report, job, exporter, evidence)
         self.report.notes += log.notes
         self.report.export_bytes = layout.total_size

@@ -160,7 +160,7 @@ def test_a_file_that_was_cut_is_noticed(
     source, out = checkpoint("llama"), tmp_path / "b"
     with pytest.raises(KeyboardInterrupt):
         run(source, out, token_batches, progress=Interrupt(1))
-    os.truncate(tmp_path / ".b.partial" / "model.safetensors", 100)
+    os.truncate(tmp_path / ".b.partial" / "export" / "model.safetensors", 100)
     with pytest.raises(OutputError, match=r"has 100 bytes, .*resume=False"):
         run(source, out, token_batches)
 

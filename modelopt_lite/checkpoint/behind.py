@@ -20,8 +20,8 @@ Ticket = threading.Event
 class WriteBehind:
     """Takes tensors at once and writes them in order, while the caller goes on.
 
-    Leaving the ``with`` block waits for everything that was taken; after an error it drops what
-    has not been written.
+    Leaving the ``with`` block waits for everything that was taken, after an interruption, too;
+    after an error it drops what has not been written.
 
     Args:
         writer: Where tensors go.
@@ -50,7 +50,7 @@ class WriteBehind:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None and self._error is None:
+        if isinstance(error, Exception) and self._error is None:
             self._error = error
         self._tasks.put(None)
         self._thread.join()

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from modelopt_lite.errors import OutputError
 
-JOURNAL = "journal"  # its folder, inside of the one that is written to
+JOURNAL = "journal"  # its folder, beside the one that is written to
 _FILE = "journal.jsonl"
 _VERSION = 1
 
@@ -57,10 +56,6 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
-    def remove(self) -> None:
-        """Remove the journal and all that is kept with it: the export is whole."""
-        shutil.rmtree(self.folder)
-
     def _write(self, lines: list[Mapping[str, Any]]) -> None:
         try:
             with (self.folder / _FILE).open("wb") as file:
@@ -74,7 +69,7 @@ class Journal:
 
 
 def has_entries(folder: Path) -> bool:
-    """Whether a folder that a run wrote to says that at least one unit is finished."""
+    """Whether the journal in a folder says that at least one unit is finished."""
     return len(_read(folder / JOURNAL / _FILE)) > 1
 
 

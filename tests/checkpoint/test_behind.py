@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -105,3 +106,18 @@ def interrupt(sink: WriteBehind, gate: threading.Event) -> None:
         sink.then(lambda: pytest.fail("ran after an error"))
         threading.Timer(0.1, gate.set).start()
         raise ZeroDivisionError
+
+
+def test_an_interruption_waits_for_what_was_taken(tmp_path: Path) -> None:
+    done: list[int] = []
+    with writer_for(tmp_path, {"a": torch.ones(2)}) as writer:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(WriteBehind(writer), done)
+    assert done == [1]
+
+
+def interrupted(sink: WriteBehind, done: list[int]) -> None:
+    with sink:
+        sink.then(lambda: time.sleep(0.1))
+        sink.then(lambda: done.append(1))
+        raise KeyboardInterrupt
