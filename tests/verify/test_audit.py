@@ -45,6 +45,7 @@ def test_the_peers_exports_are_clean(case: str) -> None:
 
 
 ONE = torch.ones(())
+AFFINE = "llama-fp8+kv_nvfp4_affine"
 TENSOR_DAMAGES: list[tuple[str, Callable[[Path], None], set[str]]] = [
     # 3: values
     (NVFP4, set_tensor("model.norm.weight", with_nan), {"value-finite"}),
@@ -104,9 +105,9 @@ TENSOR_DAMAGES: list[tuple[str, Callable[[Path], None], set[str]]] = [
         {"kv-missing"},
     ),
     (
-        KV,
-        put("model.layers.0.self_attn.k_proj.k_bias", torch.zeros(1, 2, 1, 32).bfloat16()),
-        set(),  # a warning: the peer itself calls an affine FP8 cache FP8
+        AFFINE,
+        drop(*(f"model.layers.{i}.self_attn.{x}_proj.{x}_bias" for i in (0, 1) for x in "kv")),
+        {"kv-config"},
     ),
     (
         NVFP4,
@@ -170,3 +171,13 @@ def test_e8m0_scales_may_be_zero_but_not_nan(tmp_path: Path) -> None:
     assert "scale-value" not in errors(folder)
     edit(folder, lambda t: t.update({f"{Q}.weight_scale": codes + 255}))
     assert "scale-value" in errors(folder)
+
+
+def test_a_cache_without_scales_or_with_biases_is_a_warning(tmp_path: Path) -> None:
+    """The cast formats mean the first; the peer calls an affine FP8 cache FP8."""
+    folder = copied(KV, tmp_path)
+    names = [f"model.layers.{i}.self_attn.{x}_proj.{x}_scale" for i in (0, 1) for x in "kv"]
+    drop(*names)(folder)
+    put("model.layers.0.self_attn.k_proj.k_bias", torch.zeros(1, 2, 1, 32).bfloat16())(folder)
+    found = [f for f in audit(folder, source=source_of(KV)) if f.rule == "kv-config"]
+    assert [f.severity for f in found] == ["warning", "warning"]
