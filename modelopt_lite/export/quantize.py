@@ -76,8 +76,8 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
 def not_finite(name: str, count: int) -> NonFiniteError:
     """Return the error for a tensor of which so many values are not finite."""
     return NonFiniteError(
-        f"tensor {name!r} holds {counted(count, 'value')} not finite (NaN or infinity); repair the "
-        "checkpoint or download it again"
+        f"tensor {name!r} holds {counted(count, 'value')} that {'is' if count == 1 else 'are'} NaN "
+        "or infinite; repair the checkpoint or download it again"
     )
 
 
