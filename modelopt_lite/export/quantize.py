@@ -77,8 +77,9 @@ def check_finite(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not bool(torch.isfinite(largest[name])):
             count = int((~torch.isfinite(value)).sum())
             raise NonFiniteError(
-                f"tensor {name!r} holds {counted(count, 'value')} not finite (NaN or infinity); "
-                "repair the checkpoint or download it again"
+                f"tensor {name!r} holds {counted(count, 'value')} that "
+                f"{'is' if count == 1 else 'are'} NaN or infinite; repair the checkpoint or "
+                "download it again"
             )
     return largest
 
