@@ -59,6 +59,10 @@ class UnitLog:
         """Whether an earlier run exported the unit; a layer may still have calls to come."""
         return unit.name in self._finished
 
+    def stop(self, reason: str) -> None:
+        """Note no more units: what was noted stays, but nothing behind it can be reached."""
+        self.notes.append(f"the run cannot be resumed: {reason}")
+
     def returned(self, index: int, name: str, output: Any) -> None:
         """Keep what a layer returned to a pass; see `Replay.around`."""
         if self.notes:
@@ -71,7 +75,7 @@ class UnitLog:
         try:
             self._open[name].add(index, output)
         except NotReplayableError as error:
-            self.notes.append(f"the run cannot be resumed behind layer {name!r}: {error}")
+            self.stop(f"{error} ({name})")
 
     def finish(self, unit: Unit, written: list[str], exporter: Exporter, sink: WriteBehind) -> None:
         """Note a unit that all passes have left, once the sink has written it.

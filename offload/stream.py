@@ -38,6 +38,7 @@ class StreamedModel:
         leaving: Called with a unit before it leaves the model, and with a function that gives its
             memory back: to be called, from any thread, when nothing reads the unit any more.
         finished: Layers that passes are not expected to run any more.
+        resident: Units that stay in the model for the whole run.
 
     Attributes:
         rows: A context that passes run in, outside of any other that looks at torch's functions.
@@ -53,9 +54,14 @@ class StreamedModel:
         entered: Entered,
         leaving: Leaving,
         finished: Container[str] = (),
+        resident: Container[str] = (),
     ) -> None:
         self._model = model
         self._store = store
+        kept = [unit for unit in units if not unit.name or unit.name in resident]
+        # A dict, for its order; entries that no unit module holds are among them.
+        self._kept = {unit.name: unit for unit in kept}
+        units = [*kept, *(unit for unit in units if unit.name not in self._kept)]
         self._units = {unit.name: unit for unit in units}
         self._entered = entered
         self._leaving = leaving
@@ -100,14 +106,14 @@ class StreamedModel:
         Returns:
             The results of the passes.
         """
-        named = [unit.name for unit in self._units.values() if unit.name and unit.parent is None]
+        named = [u.name for u in self._units.values() if not (u.parent or u.name in self._kept)]
         modules = {name: self._model.get_submodule(name) for name in named}
         parts: dict[str, list[str]] = {}
         for part in self._parts:
             parts.setdefault(str(part.parent), []).append(part.name)
         layers = {name: modules[name] for name in named if self._units[name].is_layer}
-        if "" in self._units:  # entries that no unit module holds stay for the whole run
-            self._enter("")
+        for name in self._kept:
+            self._enter(name)
 
         def skips(name: str) -> bool:
             return replay is not None and name in layers and replay.is_pending(lockstep.current)
@@ -126,8 +132,8 @@ class StreamedModel:
             if replay is not None:
                 stack.enter_context(replay.around(layers, lambda: lockstep.current, returned))
             results = lockstep.run(passes)
-        if "" in self._units:
-            self._leave("")
+        for name in self._kept:
+            self._leave(name)
         return results
 
     def run_resident(self, passes: Sequence[Callable[[], Any]]) -> list[Any]:
