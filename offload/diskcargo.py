@@ -69,19 +69,18 @@ class DiskTensorManager(TensorManager):
     ) -> None:
         super().__init__(model, selection, config, device, **options)
         self._weights = weights
+        if weights.source.total_bytes > host_memory()[0]:
+            weights.read_uncached()
         self._read_in: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     def transfer_curve(self) -> dict[int, float]:
         """Measure how long the largest cargo takes to be read: bytes -> ms, parts in proportion.
 
-        Where the checkpoint is larger than the memory that is free, its pages are dropped before,
-        as they will not stay from pass to pass.
+        A page cache that keeps the checkpoint from pass to pass counts, as copies will be from it.
         """
         largest = max(self._cargos.values(), key=lambda cargo: cargo.nbytes, default=None)
         if self._curve is not None or largest is None:
             return self._curve or {}
-        if self._weights.source.total_bytes > host_memory()[0]:
-            self._weights.drop_cache()
         target = self._device.allocate(largest.nbytes)
         start, end = (self._device.event(timing=True) for _ in range(2))
         self._device.record(start)
