@@ -168,6 +168,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
+        self._past_cache.close()
         with self._lock:
             while self._fds:
                 os.close(self._fds.popitem()[1])

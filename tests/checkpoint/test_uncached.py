@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from modelopt_lite.checkpoint.reader import Checkpoint
-from modelopt_lite.checkpoint.uncached import FLAG, ROOM, UncachedReader
+from modelopt_lite.checkpoint.uncached import AHEAD, FLAG, ROOM, UncachedReader
 from modelopt_lite.errors import CheckpointError
 
 MakeCheckpoint = Callable[..., Path]
-SIZE = 2 * ROOM + 12345
+SIZE = 5 * ROOM + 12345
 
 pytestmark = pytest.mark.skipif(not FLAG, reason="the system has no such reads")
 
@@ -85,8 +85,28 @@ def test_small_tensors_in_turn_are_read_together(
         buffer = bytearray(10_000)
         reader.read(fd, path, start, memoryview(buffer))
         assert buffer == content[start : start + 10_000]
+    reader.close()
     assert sizes[0] <= 16_384  # nothing says yet that more will be wanted
-    assert len(sizes) <= 3
+    assert len(sizes) <= 2 + AHEAD + 1
+
+
+def test_what_was_read_ahead_is_forgotten_with_the_files(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    reader, buffer = UncachedReader(), bytearray(2 * ROOM)
+    try:
+        fd = os.open(path, os.O_RDONLY | FLAG)
+    except OSError:
+        pytest.skip("the file system has no such reads")
+    reader.read(fd, path, 0, memoryview(buffer))
+    reader.close()
+    os.close(fd)
+    path.write_bytes(content[::-1])
+    fd = os.open(path, os.O_RDONLY | FLAG)
+    reader.read(fd, path, 2 * ROOM, memoryview(buffer))
+    assert buffer == content[::-1][2 * ROOM : 4 * ROOM]
+    reader.close()
+    os.close(fd)
 
 
 def test_a_checkpoint_reads_past_the_cache(
