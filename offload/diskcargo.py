@@ -14,6 +14,7 @@ from modelopt_lite.offload.device import Device
 from modelopt_lite.offload.disk import BlockSource, DiskWeights, disk_weights
 from modelopt_lite.offload.hostmemory import host_memory
 from modelopt_lite.offload.lazyparam import LazyParameter
+from modelopt_lite.offload.ledger import RESIDENT
 from modelopt_lite.offload.selection import Selection
 from modelopt_lite.offload.tensors import TensorManager
 
@@ -55,7 +56,8 @@ class DiskTensorManager(TensorManager):
     """Owns the tensors of a model from `open_from_disk`.
 
     What is offloaded stays on disk and is read into blocks; what stays on the device is read into
-    memory once.
+    memory once. Where the device is the host itself, tables of embeddings stay mapped: a pass looks
+    up few of their rows, and only those are read.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class DiskTensorManager(TensorManager):
         if weights.source.total_bytes > host_memory()[0]:
             weights.read_uncached()
         self._read_in: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._looked_up = _tables(model) if device.torch_device.type == "cpu" else frozenset()
 
     def transfer_curve(self) -> dict[int, float]:
         """Measure how long the largest cargo takes to be read: bytes -> ms, parts in proportion.
@@ -100,7 +103,7 @@ class DiskTensorManager(TensorManager):
             self._rest(tensor)
 
     def _lay_out(self, moving: Mapping[str, Sequence[Managed]]) -> None:
-        for label in self._by_label:
+        for label in (RESIDENT, *self._by_label):
             self.ledger.remove("disk", label)
         super()._lay_out(moving)
 
@@ -122,6 +125,9 @@ class DiskTensorManager(TensorManager):
             super()._keep(tensor, owner, rooms)
             return
         resting = self._weights.resting(tensor)
+        if id(tensor) in self._looked_up and not isinstance(tensor, LazyParameter):
+            self.ledger.add("disk", owner, resting.nbytes)
+            return
         with torch.inference_mode(False), torch.no_grad():
             tensor.data = self._weights.load(tensor).to(self._device.torch_device)
         self._read_in[id(tensor)] = (tensor, resting, tensor._version)
@@ -134,6 +140,16 @@ class DiskTensorManager(TensorManager):
             return
         with torch.inference_mode(False), torch.no_grad():
             tensor.data = resting if tensor._version == version else tensor.data.to(resting.device)
+
+
+def _tables(model: nn.Module) -> frozenset[int]:
+    """Ids of the parameters of which rows are looked up, and that nothing else reads."""
+    tables: set[int] = set()
+    others: set[int] = set()
+    for module in model.modules():
+        ids = {id(parameter) for parameter in module.parameters(recurse=False)}
+        (tables if type(module).forward is nn.Embedding.forward else others).update(ids)
+    return frozenset(tables - others)
 
 
 def make_tensor_manager(
