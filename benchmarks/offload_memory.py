@@ -68,6 +68,8 @@ def child(folder: Path, passes: int, tokens: int, budget: int) -> dict[str, Any]
         while manager.phase is not Phase.INFERENCE:
             weights.drop_cache()
             model(input_ids=ids, use_cache=False)
+        tensors = manager.get_tensor_manager()
+        read = read_alone(tensors, weights)
         model(input_ids=ids, use_cache=False)  # at its end, copies for the next are under way
         device.synchronize()
         weights.source.reads.clear()
@@ -81,9 +83,8 @@ def child(folder: Path, passes: int, tokens: int, budget: int) -> dict[str, Any]
         device.synchronize()
     offloaded = (weights.source.bytes_read - before) / passes
     counts = {count / passes for count in weights.source.reads.values()}
-    tensors = manager.get_tensor_manager()
     compute = sum(s.duration for s in tensors.layer_statistics_collector.get_layer_stats()) / 1e3
-    read = read_alone(tensors, weights)
+    read = (read + read_alone(tensors, weights)) / 2  # before and after: disks drift
     usage = manager.get_gpu_memory_usage()
     counters = tensors.loader.counts
     units = len(manager.offload_units())

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelopt_lite.checkpoint import TensorInfo
+from modelopt_lite.checkpoint import Checkpoint, TensorInfo
 from modelopt_lite.checkpoint.dequant import DequantizedSource, Source, model_dtype, open_source
 from modelopt_lite.checkpoint.fill import read_entries
 from modelopt_lite.checkpoint.names import NameMap, TensorGroup, map_names
@@ -146,10 +146,17 @@ class DiskWeights:
         read_entries(entry.group, self.source.read, {entry.target: value}, keep=_drop)
         return value
 
+    @property
+    def _base(self) -> Checkpoint:
+        return self.source.base if isinstance(self.source, DequantizedSource) else self.source
+
+    def read_uncached(self) -> None:
+        """From now on read past the page cache, which does not hold the model from pass to pass."""
+        self._base.uncached = True
+
     def drop_cache(self) -> None:
         """Ask the system to forget the files' pages, so that the next read is from the disk."""
-        base = self.source.base if isinstance(self.source, DequantizedSource) else self.source
-        for path in base.files:
+        for path in self._base.files:
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

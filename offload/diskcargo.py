@@ -15,6 +15,7 @@ from modelopt_lite.offload.device import Device
 from modelopt_lite.offload.disk import BlockSource, DiskWeights, disk_weights
 from modelopt_lite.offload.hostmemory import host_memory
 from modelopt_lite.offload.lazyparam import LazyParameter
+from modelopt_lite.offload.ledger import RESIDENT
 from modelopt_lite.offload.selection import Selection
 from modelopt_lite.offload.tensors import TensorManager
 
@@ -58,7 +59,8 @@ class DiskTensorManager(TensorManager):
     """Owns the tensors of a model from `open_from_disk`.
 
     What is offloaded stays on disk and is read into blocks; what stays on the device is read into
-    memory once.
+    memory once. Where the device is the host itself, tables of embeddings stay mapped: a pass looks
+    up few of their rows, and only those are read.
     """
 
     def __init__(
@@ -72,19 +74,19 @@ class DiskTensorManager(TensorManager):
     ) -> None:
         super().__init__(model, selection, config, device, **options)
         self._weights = weights
+        if weights.source.total_bytes > host_memory()[0]:
+            weights.read_uncached()
         self._read_in: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._looked_up = _tables(model) if device.torch_device.type == "cpu" else frozenset()
 
     def transfer_curve(self) -> dict[int, float]:
         """Measure how long the largest cargo takes to be read: bytes -> ms, parts in proportion.
 
-        Where the checkpoint is larger than the memory that is free, its pages are dropped before,
-        as they will not stay from pass to pass.
+        A page cache that keeps the checkpoint from pass to pass counts, as copies will be from it.
         """
         largest = max(self._cargos.values(), key=lambda cargo: cargo.nbytes, default=None)
         if self._curve is not None or largest is None:
             return self._curve or {}
-        if self._weights.source.total_bytes > host_memory()[0]:
-            self._weights.drop_cache()
         target = self._device.allocate(largest.nbytes)
         start, end = (self._device.event(timing=True) for _ in range(2))
         self._device.record(start)
@@ -104,7 +106,7 @@ class DiskTensorManager(TensorManager):
             self._rest(tensor)
 
     def _lay_out(self, moving: Mapping[str, Sequence[Managed]]) -> None:
-        for label in self._by_label:
+        for label in (RESIDENT, *self._by_label):
             self.ledger.remove("disk", label)
         super()._lay_out(moving)
 
@@ -126,6 +128,9 @@ class DiskTensorManager(TensorManager):
             super()._keep(tensor, owner, rooms)
             return
         resting = self._weights.resting(tensor)
+        if id(tensor) in self._looked_up and not isinstance(tensor, LazyParameter):
+            self.ledger.add("disk", owner, resting.nbytes)
+            return
         with torch.inference_mode(False), torch.no_grad():
             tensor.data = self._weights.load(tensor).to(self._device.torch_device)
         self._read_in[id(tensor)] = (tensor, resting, tensor._version)
@@ -141,6 +146,16 @@ class DiskTensorManager(TensorManager):
             return
         with torch.inference_mode(False), torch.no_grad():
             tensor.data = resting if tensor._version == version else tensor.data.to(resting.device)
+
+
+def _tables(model: nn.Module) -> frozenset[int]:
+    """Ids of the parameters of which rows are looked up, and that nothing else reads."""
+    tables: set[int] = set()
+    others: set[int] = set()
+    for module in model.modules():
+        ids = {id(parameter) for parameter in module.parameters(recurse=False)}
+        (tables if type(module).forward is nn.Embedding.forward else others).update(ids)
+    return frozenset(tables - others)
 
 
 def make_tensor_manager(

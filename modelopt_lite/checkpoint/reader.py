@@ -7,6 +7,7 @@ the host buffer that will hold them, so peak memory is that of the tensors asked
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from modelopt_lite.checkpoint.header import FileIdentity, Header, TensorInfo, load_header
+from modelopt_lite.checkpoint.uncached import FLAG, UncachedReader
 from modelopt_lite.errors import CheckpointError, InternalError
 
 SINGLE_FILE = "model.safetensors"
@@ -74,6 +76,8 @@ class Checkpoint:
             index does not name, and weight files beside the index; both are left unread.
         bytes_read: Bytes of tensor data read so far.
         reads: How often each tensor was read.
+        uncached: Read past the page cache, for tensors that will be gone from it before they are
+            read again. Set back to False where the file system cannot.
 
     Reads from several threads at once are safe. Files are opened at their first read and stay
     open until ``close``; a file that changes between is an error.
@@ -91,7 +95,9 @@ class Checkpoint:
         self.bytes_read = 0
         self.reads: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._fds: dict[Path, int] = {}
+        self.uncached = False
+        self._past_cache = UncachedReader()
+        self._fds: dict[tuple[Path, int], int] = {}
         self._headers: dict[Path, Header] = {}
         self.tensors: dict[str, TensorInfo] = self._find_tensors()
 
@@ -163,12 +169,13 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
+        self._past_cache.close()
         with self._lock:
             while self._fds:
                 os.close(self._fds.popitem()[1])
 
     def _read_bytes(self, info: TensorInfo, buffer: memoryview) -> None:
-        done = 0
+        done = self._read_uncached(info, buffer) if self.uncached and FLAG else 0
         try:
             fd = self._open(info.file)
             while done < len(buffer):
@@ -186,15 +193,24 @@ class Checkpoint:
                 f"({error.strerror or error}); check the disk, then start again"
             ) from error
 
-    def _open(self, path: Path) -> int:
+    def _read_uncached(self, info: TensorInfo, buffer: memoryview) -> int:
+        """Read past the page cache what can be; the usual way finishes, and tells of errors."""
+        try:
+            return self._past_cache.read(self._open(info.file, FLAG), info.file, info.start, buffer)
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # not on this file system
+                self.uncached = False
+            return 0
+
+    def _open(self, path: Path, flag: int = 0) -> int:
         with self._lock:
-            fd = self._fds.get(path)
+            fd = self._fds.get((path, flag))
             if fd is None:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
                 if FileIdentity.of(os.fstat(fd)) != self._headers[path].identity:
                     os.close(fd)
                     raise self._changed(path)
-                self._fds[path] = fd
+                self._fds[path, flag] = fd
             return fd
 
     @staticmethod

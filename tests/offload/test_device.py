@@ -365,6 +365,30 @@ def test_memory_of_a_control_group(tmp_path: Path) -> None:
     assert host_memory(tmp_path / "nowhere")[0] == host_memory(tmp_path / "nowhere")[1]
 
 
+def test_memory_of_a_control_group_of_version_1(tmp_path: Path) -> None:
+    top = tmp_path / "sys/fs/cgroup/memory"
+    group = top / "jobs/one"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    lines = "5:cpu,cpuacct:/other\n4:hugetlb,memory:/jobs/one\n1:name=systemd:/\n0::/\n"
+    (tmp_path / "proc/self/cgroup").write_text(lines)
+    (tmp_path / "proc/meminfo").write_text("MemAvailable:  2000 kB\n")
+    (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
+    (group / "memory.usage_in_bytes").write_text("700000\n")
+    (group / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 250000\n")
+    free, total = host_memory(tmp_path)
+    assert free == 2000 * 1024
+    assert total > free
+    (group / "memory.limit_in_bytes").write_text("1000000\n")
+    assert host_memory(tmp_path) == (550_000, 1_000_000)
+    (top / "memory.limit_in_bytes").write_text("500000\n")
+    (top / "memory.usage_in_bytes").write_text("400000\n")
+    assert host_memory(tmp_path) == (100_000, 500_000)
+    # In a container: the name is that outside, and the top is the container's own group.
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/elsewhere/container\n")
+    assert host_memory(tmp_path) == (100_000, 500_000)
+
+
 def test_copies_that_cannot_be_are_refused(host: HostDevice) -> None:
     buffer = host.allocate(16)
     with pytest.raises(DeviceError, match="8 bytes into 16"):

@@ -172,6 +172,31 @@ def test_each_weight_is_read_once_a_pass(saved: Any) -> None:
         assert sum(source.reads.values()) <= 4 * len(moved) + len(moved)
 
 
+class Untied(Tied):
+    """A table of embeddings that nothing else reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(torch.randn(20, WIDTH))
+
+
+def test_a_table_stays_mapped_where_the_device_is_the_host(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    reference = Untied().eval().requires_grad_(False)
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    model = open_from_disk(Untied, tmp_path)
+    mapped = model.embed.weight.data_ptr(), model.head.weight.data_ptr()
+    with OffloadOn(HostDevice(), model) as manager:
+        for _ in range(6):
+            assert torch.equal(model(IDS), reference(IDS))
+        assert model.embed.weight.data_ptr() == mapped[0]
+        assert model.head.weight.data_ptr() != mapped[1]  # read in
+        ledger = manager.get_tensor_manager().ledger  # type: ignore[union-attr]
+        assert ledger.held("resident")["disk"] == model.embed.weight.nbytes
+    assert_same_state(model, reference)
+
+
 def test_weights_that_were_changed_in_memory_are_not_read_from_disk_again(saved: Any) -> None:
     folder, reference = saved
     model = open_from_disk(Tied, folder)
