@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from modelopt_lite.checkpoint.names import natural_key
 from modelopt_lite.job import Job
 from modelopt_lite.report_view import bytes_text, facts_table
 
@@ -48,9 +49,9 @@ def describe_plan(
         "kv_cache": plan.recipe.kv_cache,
         "kv_cache_layers": len(plan.kv_cache),
         "needs_calibration": needs_data,
-        "linears": dict(sorted(linears.items(), key=lambda item: _natural(item[0]))),
+        "linears": dict(sorted(linears.items(), key=lambda item: natural_key(item[0]))),
         "source_tensors": len(job.source.tensors),
-        "outputs": len(plan.outputs),
+        "outputs": sum(len(file.tensors) for file in layout.files),
         "bytes_to_read": job.source.total_bytes,
         "bytes_to_write": layout.total_bytes + job.sidecar_bytes(),
         "files_to_write": [file.name for file in layout.files],
@@ -121,7 +122,3 @@ def _collapsed(linears: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str,
 
 def _without_numbers(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    return [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in name.split(".")]
