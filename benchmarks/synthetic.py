@@ -225,8 +225,8 @@ def _deepseek_layer(prefix: str, config: dict[str, Any], *, is_dense: bool) -> I
         "kv_b_proj": (heads * (nope + value), kv_rank),
         "o_proj": (hidden, heads * value),
     }
-    for name, shape in attention.items():
-        yield from _block_fp8(f"{prefix}.self_attn.{name}.weight", shape, config)
+    for name, size in attention.items():
+        yield from _block_fp8(f"{prefix}.self_attn.{name}.weight", size, config)
     parts = {"mlp": config["intermediate_size"]}
     if not is_dense:
         experts, width = config["n_routed_experts"], config["moe_intermediate_size"]

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from modelopt_lite.calibrate.data import CalibData, CalibrationData, load_calibration_data
+from modelopt_lite.budgets import Size, read_budgets, unit_budget
+from modelopt_lite.calibrate.data import CalibData, load_calibration_data
 from modelopt_lite.checkpoint.shards import ShardLayout
 from modelopt_lite.checkpoint.writer import parse_size
 from modelopt_lite.errors import DegradedError, OutputError, RecipeError
 from modelopt_lite.export.modelopt import QUANT_CONFIG_FILE
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.in_memory import export_hf, quantize
-from modelopt_lite.job import Job, prepare
+from modelopt_lite.job import prepare
 from modelopt_lite.output import (
     check_export_dir,
     check_free_space,
@@ -23,6 +25,7 @@ from modelopt_lite.output import (
     resolve_checkpoint,
     staged,
 )
+from modelopt_lite.predict import batch_shapes, predict
 from modelopt_lite.progress import Progress, make_progress
 from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.report import REPORT_FILE, Report
@@ -50,9 +53,9 @@ def quantize_and_export(
     numerics: Numerics = "exact",
     offload: Literal["auto", "none"] = "auto",
     device: str | torch.device | None = None,
-    device_memory: str | int | None = None,
-    host_memory: str | int | None = None,
-    disk_scratch: str | int | None = None,
+    device_memory: Size | None = None,
+    host_memory: Size | None = None,
+    disk_scratch: Size | None = None,
     moe_calibrate_all_experts: bool = False,
     on_bad_shape: Literal["error", "skip"] = "error",
     strict: bool = False,
@@ -82,11 +85,13 @@ def quantize_and_export(
         numerics: "exact"; or "modelopt" for the bytes of NVIDIA Model Optimizer 0.47.
         offload: "auto" brings decoder layers in one at a time; "none" holds the whole model.
         device: Where the model runs; default the accelerator if there is one, else the CPU.
-        device_memory: The most bytes of weights and activations on the device, as "80GB" or a
-            count; the run is refused where its estimate is higher.
-        host_memory: The same for host memory.
-        disk_scratch: The most bytes of temporary files; waiting activations stay in memory, so
-            none are needed.
+        device_memory: The most memory of weights, activations and results on the device: "80GB",
+            bytes, or a fraction of what there is ("50%", 0.5); default the variable
+            FT_DEVICE_MEMORY, else no limit. A run that cannot keep to it is refused; one with
+            memory to spare reads further ahead.
+        host_memory: The same for the resident memory of the process; or FT_HOST_MEMORY.
+        disk_scratch: The same for temporary files; or FT_DISK_SCRATCH. Waiting activations stay
+            in memory, so none are needed.
         moe_calibrate_all_experts: Every expert sees every token.
         on_bad_shape: "skip" leaves matrices that the format cannot hold; "error" refuses them.
         strict: Raise `DegradedError`, after the export, where the run had to fall back.
@@ -106,7 +111,7 @@ def quantize_and_export(
         ModelOptLiteError: What is wrong, the value, and what to do. Nothing is left behind.
     """
     chosen = load_recipe(recipe, kv_cache=kv_cache)
-    _check_choices(dialect, offload, disk_scratch, seed)
+    _check_choices(dialect, offload, seed)
     folder = resolve_checkpoint(ckpt)
     target = default_export_dir(ckpt, chosen.name)
     if export_dir is not None:
@@ -146,61 +151,32 @@ def quantize_and_export(
         return done
     check_export_dir(target, folder, overwrite=overwrite)
     check_free_space(target, layout.total_bytes + job.sidecar_bytes())
-    _check_budgets(job, data, device_memory, host_memory)
-    budget = None if offload == "none" else _unit_budget(job, data, host_memory)
+    sizes = {"host_memory": host_memory, "device_memory": device_memory}
+    budgets = read_budgets({**sizes, "disk_scratch": disk_scratch}, job.device, target)
+    foretell = partial(
+        predict, job, layout, batch_shapes(data), all_experts=moe_calibrate_all_experts
+    )
+    budget = unit_budget(job, budgets, foretell, stream=offload != "none")
     report = Report(str(target), chosen.name, job.model_type, details=details)
+    report.predicted_memory_bytes = foretell(budget=budget).host_peak
     with torch.random.fork_rng(devices=[]), make_progress(progress) as tell:
         torch.manual_seed(seed)
         with staged(target, overwrite=overwrite) as work:
             run = Run(job, data, report, verify, tell)
             run.weights(work, layout, budget, moe_calibrate_all_experts)
             run.finish(work)
-    if strict and report.degraded:
-        raise DegradedError(
-            f"the export {target} is complete, but the run had to fall back: "
-            f"{_degradations(report)}; see {target / REPORT_FILE}",
-            report,
-        )
+    if strict:
+        _refuse_degraded(report)
     return report
 
 
-def _check_choices(dialect: str, offload: str, disk_scratch: str | int | None, seed: int) -> None:
+def _check_choices(dialect: str, offload: str, seed: int) -> None:
     if dialect not in DIALECTS:
         raise RecipeError(f"unknown dialect {dialect!r}; known: {', '.join(DIALECTS)}")
     if offload not in ("auto", "none"):
         raise RecipeError(f'offload must be "auto" or "none", got {offload!r}')
-    if disk_scratch is not None:
-        parse_size(disk_scratch)
     if not 0 <= seed < 1 << 64:
         raise RecipeError(f"seed is {seed}; give a number from 0 to 2**64 - 1")
-
-
-def _check_budgets(
-    job: Job,
-    data: CalibrationData | None,
-    device_memory: str | int | None,
-    host_memory: str | int | None,
-) -> None:
-    """Refuse a budget below the estimate; on a CPU the device's memory is the host's."""
-    need = job.memory_estimate(data.tokens if data else 0)
-    for name, budget in (("device_memory", device_memory), ("host_memory", host_memory)):
-        if budget is not None and (have := parse_size(budget)) < need:
-            raise RecipeError(
-                f"{name} {budget!r} is {have:,} bytes, and the run needs about {need:,}; give at "
-                "least that, or fewer calibration tokens (calib_size, calib_seq_len)"
-            )
-
-
-def _unit_budget(job: Job, data: CalibrationData | None, host_memory: str | int | None) -> int:
-    """Return how many bytes of units may be in memory: two layers, one in use and one read ahead.
-
-    What ``host_memory`` leaves beyond the least that the run needs is for reading further ahead.
-    """
-    one, two = job.unit_bytes()
-    if host_memory is None:
-        return two
-    spare = parse_size(host_memory) - job.memory_estimate(data.tokens if data else 0)
-    return one + spare
 
 
 def _finished(target: Path, details: dict[str, Any]) -> Report | None:
@@ -234,6 +210,15 @@ def _check_whole(target: Path, layout: ShardLayout, source: Path) -> None:
         raise OutputError(
             f"the finished export {target} was changed since: {'; '.join(wrong[:5])} "
             f"({len(wrong)} in all); export again with overwrite=True (--overwrite)"
+        )
+
+
+def _refuse_degraded(report: Report) -> None:
+    if report.degraded:
+        raise DegradedError(
+            f"the export {report.export_dir} is complete, but the run had to fall back: "
+            f"{_degradations(report)}; see {Path(report.export_dir) / REPORT_FILE}",
+            report,
         )
 
 

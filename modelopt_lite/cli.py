@@ -59,6 +59,7 @@ app.add_typer(specs_app, name="specs")
 app.add_typer(recipes_app, name="recipes")
 
 Checkpoint = Annotated[str, typer.Argument(help="Folder of a checkpoint, or a hub id.")]
+Bandwidth = Annotated[str, typer.Option(help="Of the disk, a second, to foretell its time.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -121,12 +122,21 @@ def quantize(ckpt: Checkpoint, options: RunOptions) -> None:
 
 @app.command()
 @with_run_options
-def plan(ckpt: Checkpoint, options: RunOptions, *, as_json: AsJson = False) -> None:
+def plan(
+    ckpt: Checkpoint,
+    options: RunOptions,
+    *,
+    as_json: AsJson = False,
+    read_bandwidth: Bandwidth = "1GB",
+    write_bandwidth: Bandwidth = "1GB",
+) -> None:
     """Show what `quantize` with the same options would do; reads no weight, writes nothing."""
+    from modelopt_lite.budgets import read_budgets
     from modelopt_lite.checkpoint.writer import parse_size
     from modelopt_lite.job import prepare
     from modelopt_lite.output import resolve_checkpoint
     from modelopt_lite.plan_view import describe_plan, plan_tables
+    from modelopt_lite.predict import planned_batches
     from modelopt_lite.recipes import load_recipe
 
     recipe = load_recipe(options.recipe, kv_cache=options.kv_cache)
@@ -135,11 +145,14 @@ def plan(ckpt: Checkpoint, options: RunOptions, *, as_json: AsJson = False) -> N
     job = prepare(resolve_checkpoint(ckpt), recipe, **{name: given[name] for name in shared})
     described = describe_plan(
         job,
-        max_tokens=options.calib_size * options.calib_seq_len,
+        batches=planned_batches(options.calib_size, options.calib_seq_len, options.batch_size or 8),
+        budgets=read_budgets(given, job.device, Path.cwd()),
         max_shard_size=parse_size(options.max_shard_size),
+        read_bandwidth=parse_size(read_bandwidth.removesuffix("/s")),
+        write_bandwidth=parse_size(write_bandwidth.removesuffix("/s")),
     )
-    problems = _output_problems(ckpt, options, described, job.folder)
-    described["problems"] = problems
+    problems = described["problems"]
+    problems += _output_problems(ckpt, options, described, job.folder)
     if as_json:
         _print_json(described)
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,19 +69,6 @@ class Job:
     def sidecar_bytes(self) -> int:
         """Return the size of the files that are copied."""
         return sum((self.folder / path).stat().st_size for path in sidecar_files(self.folder))
-
-    def memory_estimate(self, token_count: int) -> int:
-        """Bytes of host memory that a run needs beyond the process itself, roughly.
-
-        One unit of weights with room to quantize its largest matrix, and two hidden states of
-        every waiting token.
-        """
-        unit, _ = self.unit_bytes()
-        matrix = max(math.prod(m.shape) for m in self.plan.matrices)
-        config = self.model.config
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        hidden = int(getattr(text, "hidden_size", 0))
-        return int(unit + 8 * matrix + 2 * token_count * hidden * 2)
 
 
 def prepare(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.box import SIMPLE
@@ -11,22 +13,34 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from modelopt_lite.budgets import Budgets, unit_budget
 from modelopt_lite.checkpoint.names import natural_key
+from modelopt_lite.errors import RecipeError
 from modelopt_lite.job import Job
+from modelopt_lite.predict import BANDWIDTH, Batch, predict
 from modelopt_lite.report_view import bytes_text, facts_table
 
 MAX_SHARD_SIZE = 10**10
 
 
 def describe_plan(
-    job: Job, *, max_tokens: int = 0, max_shard_size: int = MAX_SHARD_SIZE
+    job: Job,
+    *,
+    batches: Sequence[Batch] = (),
+    budgets: Budgets | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    read_bandwidth: int = BANDWIDTH,
+    write_bandwidth: int = BANDWIDTH,
 ) -> dict[str, Any]:
     """Say what a run of ``job`` would do; no weight is read.
 
     Args:
         job: A prepared run.
-        max_tokens: The most calibration tokens it would take, for the estimate of memory.
+        batches: What it would calibrate with, where it needs data.
+        budgets: What it may take.
         max_shard_size: Largest weight file, in bytes.
+        read_bandwidth: Of the source's disk, in bytes a second.
+        write_bandwidth: Of the export's disk, in bytes a second.
 
     Returns:
         JSON values. ``linears`` has each linear layer and expert once: with ``format`` and
@@ -39,6 +53,15 @@ def describe_plan(
     }
     linears |= {name: {"excluded": reason} for name, reason in plan.excluded.items()}
     needs_data = plan.needs_calibration
+    budgets = budgets or Budgets()
+    foretell = partial(predict, job, layout, batches if needs_data else ())
+    problems: list[str] = []
+    try:
+        units = unit_budget(job, budgets, foretell, stream=True)
+    except RecipeError as error:
+        problems.append(str(error))
+        units = job.unit_bytes()[0]
+    prediction = foretell(budget=units)
     return {
         "checkpoint": str(job.folder),
         "model_type": job.model_type,
@@ -52,13 +75,15 @@ def describe_plan(
         "linears": dict(sorted(linears.items(), key=lambda item: natural_key(item[0]))),
         "source_tensors": len(job.source.tensors),
         "outputs": sum(len(file.tensors) for file in layout.files),
-        "bytes_to_read": job.source.total_bytes,
-        "bytes_to_write": layout.total_bytes + job.sidecar_bytes(),
+        "bytes_to_read": prediction.bytes_read,
+        "bytes_to_write": prediction.bytes_written,
         "files_to_write": [file.name for file in layout.files],
-        "memory_estimate": job.memory_estimate(max_tokens if needs_data else 0),
+        "predicted": prediction.to_json(read_bandwidth, write_bandwidth),
+        "budgets": asdict(budgets),
         "device": str(job.device),
         "units": _units(job),
         "notes": [*plan.fallbacks, *plan.notes],
+        "problems": problems,
     }
 
 
@@ -89,13 +114,32 @@ def plan_tables(plan: Mapping[str, Any]) -> RenderableType:
         "tensors": f"{plan['source_tensors']:,} read, {plan['outputs']:,} written",
         "read": bytes_text(plan["bytes_to_read"]),
         "write": f"{bytes_text(plan['bytes_to_write'])} in {len(plan['files_to_write'])} files",
-        "memory": f"about {bytes_text(plan['memory_estimate'])} beyond the process, "
-        f"on {plan['device']}",
+        **_prediction_facts(plan),
         "streamed as": f"{len(plan['units'])} units, {len(layers)} of them decoder layers, the "
         f"largest {bytes_text(largest)}",
     }
     notes = [Text(f"note: {note}") for note in plan["notes"]]
     return Group(facts_table(facts), _linears_table(plan["linears"]), *notes)
+
+
+def _prediction_facts(plan: Mapping[str, Any]) -> dict[str, str]:
+    """Peaks by tier, each with its largest parts, and how long the disk is busy."""
+    predicted, budgets = plan["predicted"], plan["budgets"]
+    facts = {}
+    for tier, title in (("host", "host memory"), ("device", f"memory of {plan['device']}")):
+        if predicted[tier]:
+            parts = sorted(predicted[f"{tier}_parts"].items(), key=lambda part: -part[1])
+            largest = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts[:3])
+            allowed = f" of {bytes_text(budgets[tier])}" if budgets[tier] else ""
+            facts[title] = f"{bytes_text(predicted[tier])}{allowed} at the peak: {largest}, …"
+    facts["temporary files"] = bytes_text(predicted["disk_scratch"])
+    seconds = [predicted[f"seconds_{what}"] for what in ("reading", "writing")]
+    facts["disk time"] = (
+        f"{seconds[0]:,.0f} s reading at {bytes_text(predicted['read_bandwidth'])}/s, "
+        f"{seconds[1]:,.0f} s writing at {bytes_text(predicted['write_bandwidth'])}/s, "
+        "behind the computation"
+    )
+    return facts
 
 
 def _linears_table(linears: Mapping[str, Mapping[str, Any]]) -> Table:

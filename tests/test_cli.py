@@ -36,7 +36,7 @@ RUN_FLAGS = """
 FLAGS = {
     "": "--version",
     "quantize": RUN_FLAGS,
-    "plan": f"{RUN_FLAGS} --json",
+    "plan": f"{RUN_FLAGS} --json --read-bandwidth --write-bandwidth",
     "verify": "--source --json",
     "eval": """
         --activations --batch-size --device --json --max-tokens --no-activations --no-progress

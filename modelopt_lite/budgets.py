@@ -1,0 +1,141 @@
+"""Budgets: how much of each tier of memory a run may take, and whether it can keep to that."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from modelopt_lite.checkpoint.writer import parse_size
+from modelopt_lite.errors import RecipeError
+from modelopt_lite.job import Job
+from modelopt_lite.offload.config_sources import ENV_PREFIX
+from modelopt_lite.offload.device import current_device
+from modelopt_lite.offload.hostmemory import host_memory
+from modelopt_lite.predict import Prediction
+
+Size = str | int | float
+_FRACTION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*|\s*(0?\.\d+)\s*", re.ASCII)
+_MARGIN = 0.9  # of a budget is filled with what is read ahead; a prediction may be off
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Bytes that a run may take; None where nothing was said.
+
+    Attributes:
+        host: Resident memory of the process.
+        device: Weights, activations and results where the model runs; on a CPU part of ``host``.
+        disk: Temporary files.
+    """
+
+    host: int | None = None
+    device: int | None = None
+    disk: int | None = None
+
+    def check(self, least: Prediction) -> None:
+        """Refuse budgets below what a run takes that reads nothing ahead.
+
+        Raises:
+            RecipeError: It names the smallest budget that can be met.
+        """
+        for name, have, need, parts in (
+            ("host_memory", self.host, least.host_peak, {**least.process, **least.work}),
+            ("device_memory", self.device, least.work_peak, least.work),
+            ("disk_scratch", self.disk, least.disk_scratch, {}),
+        ):
+            if have is not None and have < need:
+                most = sorted(parts.items(), key=lambda part: -part[1])[:3]
+                what = ", ".join(f"{name} {size:,}" for name, size in most)
+                raise RecipeError(
+                    f"{name} is {have:,} bytes, and the smallest that can be met is {need:,} "
+                    f"({what}); give that, or less to calibrate with (calib_size, calib_seq_len, "
+                    "batch_size)"
+                )
+
+
+def unit_budget(
+    job: Job, budgets: Budgets, foretell: Callable[..., Prediction], *, stream: bool
+) -> int | None:
+    """Return how many bytes of units may be in memory; None: all of them.
+
+    Without budgets two layers, one in use and one read ahead. What budgets leave beyond the least
+    that the run takes is for reading further ahead.
+
+    Args:
+        job: The run.
+        budgets: What it may take.
+        foretell: `predict` for the run, but for its argument ``budget``.
+        stream: Bring units in as they are needed.
+
+    Raises:
+        RecipeError: The budgets cannot be met.
+    """
+    one, two = job.unit_bytes()
+    least = foretell(budget=one if stream else None)
+    budgets.check(least)
+    if not stream:
+        return None
+    spare = [
+        int(_MARGIN * have) - need
+        for have, need in ((budgets.host, least.host_peak), (budgets.device, least.work_peak))
+        if have is not None
+    ]
+    return least.work["weights"] + max(min(spare), 0) if spare else two
+
+
+def read_budgets(given: Mapping[str, Size | None], device: torch.device, folder: Path) -> Budgets:
+    """Read budgets: sizes ("32GiB", a count of bytes) or fractions ("50%", 0.5) of what there is.
+
+    Args:
+        given: ``host_memory``: a fraction is of the machine's memory, or of its cgroup's limit;
+            ``device_memory``: of the device's; ``disk_scratch``: of what is free in ``folder``.
+            What is None, or missing, is taken from the variables FT_HOST_MEMORY,
+            FT_DEVICE_MEMORY and FT_DISK_SCRATCH.
+        device: Where the model runs.
+        folder: Where temporary files go; it, or a folder above it, exists.
+
+    Raises:
+        RecipeError: No such size.
+    """
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    return Budgets(
+        host=_budget("host_memory", given, _host_total),
+        device=_budget("device_memory", given, lambda: _device_total(device)),
+        disk=_budget("disk_scratch", given, lambda: shutil.disk_usage(existing).free),
+    )
+
+
+def _budget(name: str, given: Mapping[str, Size | None], total: Callable[[], int]) -> int | None:
+    where, size = name, given.get(name)
+    if size is None:
+        where = f"{ENV_PREFIX}{name.upper()}"
+        size = os.environ.get(where, "").strip() or None
+    if size is None:
+        return None
+    fraction = size if isinstance(size, float) else None
+    if isinstance(size, str) and (match := _FRACTION.fullmatch(size)):
+        fraction = float(match[1]) / 100 if match[1] else float(match[2])
+    if fraction is not None:
+        if not 0 < fraction <= 1:
+            raise RecipeError(f"{where} is {size!r}; a fraction is above 0 and at most 1 (100%)")
+        return int(fraction * total())
+    try:
+        return parse_size(str(size))
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}, or a fraction such as 50% or 0.5") from error
+
+
+def _host_total() -> int:
+    return host_memory()[1]
+
+
+def _device_total(device: torch.device) -> int:
+    if device.type == "cpu":
+        return _host_total()
+    return current_device(device.index or 0).memory_info().total
