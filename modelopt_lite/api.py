@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from modelopt_lite.budgets import Size
 from modelopt_lite.calibrate.data import CalibData
 from modelopt_lite.errors import DegradedError
 from modelopt_lite.formats.base import Numerics
@@ -38,9 +39,9 @@ def quantize_and_export(
     numerics: Numerics = "exact",
     offload: Literal["auto", "none"] = "auto",
     device: str | torch.device | None = None,
-    device_memory: str | int | None = None,
-    host_memory: str | int | None = None,
-    disk_scratch: str | int | None = None,
+    device_memory: Size | None = None,
+    host_memory: Size | None = None,
+    disk_scratch: Size | None = None,
     moe_calibrate_all_experts: bool = False,
     on_bad_shape: Literal["error", "skip"] = "error",
     strict: bool = False,
@@ -70,11 +71,14 @@ def quantize_and_export(
         numerics: "exact"; or "modelopt" for the bytes of NVIDIA Model Optimizer 0.47.
         offload: "auto" brings decoder layers in one at a time; "none" holds the whole model.
         device: Where the model runs; default the accelerator if there is one, else the CPU.
-        device_memory: The most bytes of weights and activations on the device, as "80GB" or a
-            count; the run is refused where its estimate is higher.
-        host_memory: The same for host memory.
-        disk_scratch: The most bytes of temporary files; waiting activations stay in memory, so
-            none are needed.
+        device_memory: The most memory of weights, activations and results on the device: "80GB",
+            bytes, or a fraction of what there is ("50%", 0.5); default the variable
+            FT_DEVICE_MEMORY, else no limit. A run that cannot keep to it is refused; one with
+            memory to spare reads further ahead.
+        host_memory: The same for the resident memory of the process; or FT_HOST_MEMORY. Where
+            need be, waiting activations go to disk, and experts come in a few at a time.
+        disk_scratch: The same for temporary files, which lie beside the export; or
+            FT_DISK_SCRATCH.
         moe_calibrate_all_experts: Every expert sees every token.
         on_bad_shape: "skip" leaves matrices that the format cannot hold; "error" refuses them.
         strict: Raise `DegradedError`, after the export, where the run had to fall back.
@@ -141,6 +145,7 @@ def _run(request: Request) -> Report:
     job, options, target = request.job, request.options, request.target
     recipe = job.plan.recipe.name
     report = Report(str(target), recipe, job.model_type, details=request.details)
+    report.predicted_memory_bytes = request.prediction.host_peak
     with torch.random.fork_rng(devices=[]), make_progress(options.progress) as tell:
         torch.manual_seed(options.seed)
         with staged(target, overwrite=options.overwrite, resume=options.resume) as work:
@@ -148,7 +153,7 @@ def _run(request: Request) -> Report:
             run.weights(
                 work,
                 request.layout,
-                request.unit_budget(),
+                request.schedule,
                 options.moe_calibrate_all_experts,
             )
             run.finish(work)

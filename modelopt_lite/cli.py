@@ -66,6 +66,7 @@ app.add_typer(specs_app, name="specs")
 app.add_typer(recipes_app, name="recipes")
 
 Checkpoint = Annotated[str, typer.Argument(help="Folder of a checkpoint, or a hub id.")]
+Bandwidth = Annotated[str, typer.Option(help="Of the disk, a second, to foretell its time.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -143,12 +144,20 @@ def quantize(ckpt: Checkpoint, options: RunOptions) -> None:
 
 @app.command()
 @with_run_options
-def plan(ckpt: Checkpoint, options: RunOptions, *, as_json: AsJson = False) -> None:
+def plan(
+    ckpt: Checkpoint,
+    options: RunOptions,
+    *,
+    as_json: AsJson = False,
+    read_bandwidth: Bandwidth = "1GB",
+    write_bandwidth: Bandwidth = "1GB",
+) -> None:
     """Show what `quantize` with the same options would do; reads no weight, writes nothing."""
     from modelopt_lite.plan_view import plan_tables
     from modelopt_lite.preview import dry_run
 
-    described = dry_run(ckpt, **options.arguments())
+    bandwidths = {"read_bandwidth": read_bandwidth, "write_bandwidth": write_bandwidth}
+    described = dry_run(ckpt, **bandwidths, **options.arguments())
     if as_json:
         _print_json(described)
     else:

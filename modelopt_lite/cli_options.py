@@ -64,13 +64,16 @@ class RunOptions:
         str | None, _option(_RESOURCES, "Where it runs; default the accelerator, or the CPU.")
     ] = None
     device_memory: Annotated[
-        str | None, _option(_RESOURCES, "Refuse a run that needs more on the device, as 80GB.")
+        str | None,
+        _option(_RESOURCES, "The most on the device, as 80GB or 50%; or FT_DEVICE_MEMORY."),
     ] = None
     host_memory: Annotated[
-        str | None, _option(_RESOURCES, "Refuse a run that needs more host memory, as 32GiB.")
+        str | None,
+        _option(_RESOURCES, "The most host memory, as 32GiB or 50%; or FT_HOST_MEMORY."),
     ] = None
     disk_scratch: Annotated[
-        str | None, _option(_RESOURCES, "The most temporary files, as 100GB.")
+        str | None,
+        _option(_RESOURCES, "The most temporary files, 100GB or 50%; or FT_DISK_SCRATCH."),
     ] = None
     moe_calibrate_all_experts: Annotated[
         bool,

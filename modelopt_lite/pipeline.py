@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from modelopt_lite.budgets import Schedule
 from modelopt_lite.calibrate.all_experts import calibrate_all_experts
 from modelopt_lite.calibrate.attention import watch_attention
 from modelopt_lite.calibrate.model_code import model_code
@@ -21,6 +23,7 @@ from modelopt_lite.job import Job
 from modelopt_lite.offload.store import Loaded
 from modelopt_lite.offload.stream import StreamedModel
 from modelopt_lite.offload.units import output_head
+from modelopt_lite.offload.waiting import Waiting
 from modelopt_lite.plan import Plan
 from modelopt_lite.progress import Progress
 from modelopt_lite.resume import UnitLog
@@ -33,7 +36,8 @@ def run_calibrated(
     log: UnitLog,
     batches: Sequence[Tensor],
     *,
-    budget: int | None,
+    schedule: Schedule,
+    scratch: Path,
     all_experts: bool,
     progress: Progress,
 ) -> None:
@@ -45,8 +49,9 @@ def run_calibrated(
         sink: Where the exporter writes to; tells when a unit's memory is free.
         log: Knows which units are finished; the passes go on behind them.
         batches: Token ids [B, T], on the model's device.
-        budget: Bytes of units in memory at a time; None holds the whole model, runs all batches
-            through it one after another, and then exports it.
+        schedule: What is in memory when. Where it holds the whole model, all batches run through it
+            one after another, and then it is exported.
+        scratch: Folder of waiting activations that lie on disk.
         all_experts: Every expert sees every token.
         progress: Told how far the run is.
     """
@@ -72,17 +77,20 @@ def run_calibrated(
                 model,
                 job.store(),
                 units,
-                budget=budget,
+                budget=schedule.units,
                 entered=walk.entered,
                 leaving=walk.leaving,
                 finished=log.finished_layers,
             )
         )
         passes = [partial(forward, batch) for batch in batches]
-        if budget is None:
+        if schedule.units is None:
             streamed.run_resident(passes)
-        else:
-            streamed.run_together(passes, replay=log.replay, returned=log.returned)
+            return
+        waiting = None
+        if schedule.waiting is not None:
+            waiting = stack.enter_context(Waiting(schedule.waiting, scratch, schedule.scratch))
+        streamed.run_together(passes, waiting=waiting, replay=log.replay, returned=log.returned)
 
 
 class _Walk:

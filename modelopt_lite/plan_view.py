@@ -34,13 +34,43 @@ def plan_tables(plan: Mapping[str, Any]) -> RenderableType:
         "read": bytes_text(plan["bytes_to_read"]),
         "write": f"{bytes_text(plan['bytes_to_write'])} in "
         f"{counted(len(plan['files_to_write']), 'file')}",
-        "memory": f"about {bytes_text(plan['memory_estimate'])} beyond the process, "
-        f"on {plan['device']}",
+        **_prediction_facts(plan),
         "streamed as": f"{counted(len(plan['units']), 'unit')}, "
         f"{counted(len(layers), 'decoder layer')} among them, the largest {bytes_text(largest)}",
+        **_schedule_facts(plan["schedule"]),
     }
     notes = [Text(f"note: {note}") for note in plan["notes"]]
     return Group(facts_table(facts), _linears_table(plan["linears"]), *notes)
+
+
+def _prediction_facts(plan: Mapping[str, Any]) -> dict[str, str]:
+    """Peaks by tier, each with its largest parts, and how long the disk is busy."""
+    predicted, budgets = plan["predicted"], plan["budgets"]
+    facts = {}
+    for tier, title in (("host", "host memory"), ("device", f"memory of {plan['device']}")):
+        if predicted[tier]:
+            parts = sorted(predicted[f"{tier}_parts"].items(), key=lambda part: -part[1])
+            largest = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts[:3])
+            allowed = f" of {bytes_text(budgets[tier])}" if budgets[tier] else ""
+            facts[title] = f"{bytes_text(predicted[tier])}{allowed} at the peak: {largest}, …"
+    facts["temporary files"] = bytes_text(predicted["disk_scratch"])
+    seconds = [predicted[f"seconds_{what}"] for what in ("reading", "writing")]
+    facts["disk time"] = (
+        f"{seconds[0]:,.0f} s reading at {bytes_text(predicted['read_bandwidth'])}/s, "
+        f"{seconds[1]:,.0f} s writing at {bytes_text(predicted['write_bandwidth'])}/s, "
+        "behind the computation"
+    )
+    return facts
+
+
+def _schedule_facts(schedule: Mapping[str, Any]) -> dict[str, str]:
+    """What budgets make of the schedule, where they make something of it."""
+    facts = {}
+    if schedule["waiting"] is not None:
+        facts["waiting activations"] = f"on disk beyond {bytes_text(schedule['waiting'])}"
+    if schedule["experts"] is not None:
+        facts["experts"] = f"{schedule['experts']:,} of a layer at a time"
+    return facts
 
 
 def _calibration(plan: Mapping[str, Any]) -> str:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from modelopt_lite.checkpoint.names import natural_key
-from modelopt_lite.errors import CalibrationError, ModelOptLiteError
+from modelopt_lite.checkpoint.writer import parse_size
+from modelopt_lite.errors import CalibrationError, ModelOptLiteError, RecipeError
+from modelopt_lite.predict import BANDWIDTH
 from modelopt_lite.report import Report
 from modelopt_lite.request import Options, Request, make_request
 
 
-def dry_run(ckpt: str | Path, model_type: str | None = None, **options: Any) -> dict[str, Any]:
+def dry_run(
+    ckpt: str | Path,
+    model_type: str | None = None,
+    *,
+    read_bandwidth: str | int = BANDWIDTH,
+    write_bandwidth: str | int = BANDWIDTH,
+    **options: Any,
+) -> dict[str, Any]:
     """Say what `quantize_and_export` with the same arguments would do.
 
     The calibration data are read and checked, too.
@@ -20,6 +31,8 @@ def dry_run(ckpt: str | Path, model_type: str | None = None, **options: Any) -> 
     Args:
         ckpt: Folder of a Hugging Face checkpoint, or a hub id.
         model_type: Must equal that of config.json, where given.
+        read_bandwidth: Of the source's disk, a second: "1.5GB", or bytes.
+        write_bandwidth: Of the export's disk.
         options: As `quantize_and_export` takes them, with the same defaults.
 
     Returns:
@@ -41,7 +54,13 @@ def dry_run(ckpt: str | Path, model_type: str | None = None, **options: Any) -> 
         problems.append(error)
     else:
         problems += _failures(request) if reused is None else []
+    if reused is not None:
+        with suppress(RecipeError):  # nothing is run, so no budget can be exceeded
+            request.make_schedule()
     described = _describe(request)
+    described["predicted"] = request.prediction.to_json(
+        parse_size(read_bandwidth), parse_size(write_bandwidth)
+    )
     described["reuses_export"] = reused is not None
     described["notes"] += notes + _reuse(request, reused)
     described["problems"] = [{"code": e.code, "message": str(e)} for e in problems]
@@ -103,11 +122,12 @@ def _describe(request: Request) -> dict[str, Any]:
         },
         "linears": {name: linears[name] for name in sorted(linears, key=natural_key)},
         "source_tensors": len(job.source.tensors),
-        "outputs": len(plan.outputs),
-        "bytes_to_read": job.source.total_bytes,
-        "bytes_to_write": request.bytes_to_write,
+        "outputs": sum(len(file.tensors) for file in layout.files),
+        "bytes_to_read": request.prediction.bytes_read,
+        "bytes_to_write": request.prediction.bytes_written,
         "files_to_write": [file.name for file in layout.files],
-        "memory_estimate": request.memory_estimate(),
+        "budgets": asdict(request.budgets),
+        "schedule": asdict(request.schedule),
         "device": str(job.device),
         "units": _units(request),
         "notes": [*plan.fallbacks, *plan.notes],

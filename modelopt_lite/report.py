@@ -38,6 +38,7 @@ class Report:
         parameters: Values in the export's weights, each counted once.
         seconds: Phase -> wall seconds.
         peak_memory_bytes: High-water mark of the process's resident memory.
+        predicted_memory_bytes: What was foretold of it when the run began.
         details: Fingerprints and versions that the bytes depend on.
         reused: This is the report of an earlier run with the same inputs, whose finished export
             was found; nothing was done. Never true in a file.
@@ -61,6 +62,7 @@ class Report:
     parameters: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: int = 0
+    predicted_memory_bytes: int = 0
     details: dict[str, Any] = field(default_factory=dict)
     reused: bool = False
 

@@ -14,6 +14,15 @@ from typing import Any, Literal
 
 import torch
 
+from modelopt_lite.budgets import (
+    SIZES,
+    Budgets,
+    Foretell,
+    Schedule,
+    Size,
+    make_schedule,
+    read_budgets,
+)
 from modelopt_lite.calibrate.data import CalibData, CalibrationData, load_calibration_data
 from modelopt_lite.checkpoint.shards import ShardLayout
 from modelopt_lite.checkpoint.writer import parse_size
@@ -29,6 +38,7 @@ from modelopt_lite.output import (
     resolve_checkpoint,
     unfinished_bytes,
 )
+from modelopt_lite.predict import Prediction, batch_shapes, planned_batches, predict
 from modelopt_lite.progress import Progress
 from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.report import REPORT_FILE, Report
@@ -55,9 +65,9 @@ class Options:
     numerics: Numerics = "exact"
     offload: Literal["auto", "none"] = "auto"
     device: str | torch.device | None = None
-    device_memory: str | int | None = None
-    host_memory: str | int | None = None
-    disk_scratch: str | int | None = None
+    device_memory: Size | None = None
+    host_memory: Size | None = None
+    disk_scratch: Size | None = None
     moe_calibrate_all_experts: bool = False
     on_bad_shape: Literal["error", "skip"] = "error"
     strict: bool = False
@@ -82,6 +92,8 @@ class Request:
         data: What to calibrate with, once `load_data` was called; None where nothing is needed.
         differing: The parts of ``details`` that an export in ``target`` does not share, once
             `finished` was called.
+        budgets: Bytes that the run may take, once `make_schedule` was called;
+        schedule: and what it decided.
     """
 
     options: Options
@@ -90,6 +102,9 @@ class Request:
     layout: ShardLayout
     data: CalibrationData | None = None
     differing: Sequence[str] = field(default_factory=tuple)
+    budgets: Budgets = field(default_factory=Budgets)
+    schedule: Schedule = field(default_factory=Schedule)
+    _foretell: Foretell | None = None
 
     def load_data(self) -> None:
         """Load the calibration data, where the plan needs some.
@@ -127,12 +142,32 @@ class Request:
         """Size of all files of the export but its configs and report."""
         return self.layout.total_bytes + self.job.sidecar_bytes()
 
-    def memory_estimate(self) -> int:
-        """Bytes of memory that the run needs; without data yet, for the most that it may take."""
-        if not self.job.plan.needs_calibration:
-            return self.job.memory_estimate(0)
-        most = self.options.calib_size * self.options.calib_seq_len
-        return self.job.memory_estimate(self.data.tokens if self.data else most)
+    def make_schedule(self) -> None:
+        """Decide what is in memory when, within the budgets.
+
+        Raises:
+            RecipeError: They cannot be met; ``schedule`` then is one unit at a time.
+        """
+        options, job = self.options, self.job
+        given = {name: getattr(options, name) for name in SIZES}
+        budgets = read_budgets(given, job.device, self.target)
+        batches = batch_shapes(self.data)
+        if self.data is None and job.plan.needs_calibration:  # a dry run without data
+            count, length = options.calib_size, options.calib_seq_len
+            batches = planned_batches(count, length, options.batch_size or 8)
+        self._foretell = partial(
+            predict, job, self.layout, batches, all_experts=options.moe_calibrate_all_experts
+        )
+        self.budgets = budgets
+        stream = options.offload != "none"
+        self.schedule = Schedule(units=job.unit_bytes()[0] if stream else None)
+        self.schedule = make_schedule(job, budgets, self._foretell, stream=stream)
+
+    @property
+    def prediction(self) -> Prediction:
+        """What the run takes, by the schedule."""
+        assert self._foretell is not None
+        return self._foretell(budget=self.schedule.units, waiting=self.schedule.waiting)
 
     def finished(self) -> Report | None:
         """Return the report of an earlier run with exactly these inputs, if its export is there.
@@ -167,21 +202,8 @@ class Request:
         return [
             self._check_target,
             partial(check_free_space, self.target, self.bytes_to_write - self._bytes_written()),
-            self._check_budgets,
+            self.make_schedule,
         ]
-
-    def unit_budget(self) -> int | None:
-        """Return how many bytes of units may be in memory; None: all of them.
-
-        Two layers, one in use and one read ahead; what ``host_memory`` leaves beyond the least that
-        the run needs is for reading further ahead.
-        """
-        if self.options.offload == "none":
-            return None
-        one, two = self.job.unit_bytes()
-        if self.options.host_memory is None:
-            return two
-        return one + parse_size(self.options.host_memory) - self.memory_estimate()
 
     def _bytes_written(self) -> int:
         """Bytes that an interrupted run left, which the run would go on with."""
@@ -197,17 +219,6 @@ class Request:
                 f"{error} (it holds an export that cannot be reused: it differs in "
                 f"{', '.join(self.differing)})"
             ) from error
-
-    def _check_budgets(self) -> None:
-        """Refuse a budget below the estimate; on a CPU the device's memory is the host's."""
-        need = self.memory_estimate()
-        for name in ("device_memory", "host_memory"):
-            budget = getattr(self.options, name)
-            if budget is not None and (have := parse_size(budget)) < need:
-                raise RecipeError(
-                    f"{name} {budget!r} is {have:,} bytes, and the run needs about {need:,}; give "
-                    "at least that, or fewer calibration tokens (calib_size, calib_seq_len)"
-                )
 
     def _check_whole(self) -> None:
         """Refuse an export that was damaged: sizes of weight files, the others byte for byte."""
@@ -256,8 +267,5 @@ def _check_choices(options: Options) -> None:
         raise RecipeError(f"unknown dialect {options.dialect!r}; known: {', '.join(DIALECTS)}")
     if options.offload not in ("auto", "none"):
         raise RecipeError(f'offload must be "auto" or "none", got {options.offload!r}')
-    for size in (options.disk_scratch, options.device_memory, options.host_memory):
-        if size is not None:
-            parse_size(size)
     if not 0 <= options.seed < 1 << 64:
         raise RecipeError(f"seed is {options.seed}; give a number from 0 to 2**64 - 1")

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from modelopt_lite.budgets import Schedule
 from modelopt_lite.build import eager_experts
 from modelopt_lite.calibrate.cache import CacheStats
 from modelopt_lite.calibrate.data import CalibrationData
@@ -43,21 +44,19 @@ class Run:
     tell: Progress
 
     def weights(
-        self, folder: Path, layout: ShardLayout, budget: int | None, all_experts: bool
+        self, folder: Path, layout: ShardLayout, schedule: Schedule, all_experts: bool
     ) -> None:
         """Write the weight files, from where a journal beside the folder says that a run ended.
 
         Args:
             folder: Where to write.
             layout: What to write.
-            budget: As for `run_calibrated`.
+            schedule: What is in memory when.
             all_experts: Every expert sees every token.
         """
         bound_caches()
         job = self.job
         evidence = Evidence(cache=cache_stats(job.plan.recipe, job.plan.numerics))
-        if budget is not None and self.data is not None:
-            job.fit(budget)
         journal = Journal(folder.parent / JOURNAL, self.report.details)
         written = [name for entry in journal.entries for name in entry["written"]]
         with (
@@ -76,7 +75,8 @@ class Run:
                             sink,
                             log,
                             batches,
-                            budget=budget,
+                            schedule=schedule,
+                            scratch=folder.parent,
                             all_experts=all_experts,
                             progress=self.tell,
                         )

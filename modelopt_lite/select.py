@@ -86,6 +86,7 @@ def find_candidates(
         SpecError: Stacked experts whose orientation no spec gives.
     """
     storage = (spec.expert_storage_spec if spec else None) or ExpertStorageSpec()
+    modules = dict(model.named_modules(remove_duplicate=False))
     found: list[Candidate] = []
     for source, info in tensors.items():
         if not info.dtype.is_floating_point or len(info.shape) < 2:
@@ -94,10 +95,10 @@ def find_candidates(
         if place is None:
             continue
         if len(info.shape) == 2:
-            matrices = _single(model, source, info, place, storage)
+            matrices = _single(modules, source, info, place, storage)
         else:
             matrices = _stacked(source, info, storage) if len(info.shape) == 3 else []
-        if not matrices and spec is None and _is_stack(model, source, info, place[0]):
+        if not matrices and spec is None and _is_stack(modules, source, info, place[0]):
             raise SpecError(
                 f"tensor {source!r} {list(info.shape)} holds stacked experts, and no spec says "
                 "which axis is the reduction axis; add the model (models/README.md) before "
@@ -108,7 +109,7 @@ def find_candidates(
 
 
 def _single(
-    model: nn.Module,
+    modules: Mapping[str, nn.Module],
     source: str,
     info: TensorShape,
     place: tuple[str, Region],
@@ -121,7 +122,7 @@ def _single(
     role = name.rpartition(".")[2]
     expert, container = _expert_of(name, storage)
     entry, region = place
-    owner = model.get_submodule(entry.rpartition(".")[0])
+    owner = modules[entry.rpartition(".")[0]]
     in_fused = bool(region) and isinstance(region[0], int)
     if not (isinstance(owner, nn.Linear) or (in_fused and expert is not None)):
         return []
@@ -191,10 +192,10 @@ def _slice_expert(
     return (expert, part), (size, shape[2])
 
 
-def _is_stack(model: nn.Module, source: str, info: TensorShape, entry: str) -> bool:
+def _is_stack(modules: Mapping[str, nn.Module], source: str, info: TensorShape, entry: str) -> bool:
     """Whether a tensor of an unknown model that is no linear layer's holds experts."""
     parts = entry.split(".")
-    around = [model.get_submodule(".".join(parts[:end])) for end in range(1, len(parts))]
+    around = [modules[".".join(parts[:end])] for end in range(1, len(parts))]
     if source.endswith("bias") or isinstance(around[-1], nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return False
     in_block = len(info.shape) > 2 and any(is_moe(module) for module in around)

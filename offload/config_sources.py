@@ -17,6 +17,9 @@ import yaml
 from modelopt_lite.errors import OffloadConfigError, OffloadConfigFileError
 from modelopt_lite.offload.config import REMOVED_NAMES, OffloadConfig, check_names, nearest
 
+ENV_PREFIX = "FT_"
+# Budgets of a run share the prefix; `quantize_and_export` reads them.
+_NOT_OURS = ("HOST_MEMORY", "DEVICE_MEMORY", "DISK_SCRATCH")
 _TRUE, _FALSE = ("true", "1", "yes", "y", "on"), ("false", "0", "no", "n", "off")
 _NONE = ("none", "null", "")
 _INI_SECTION = "flextensor"
@@ -24,7 +27,7 @@ _INI_SECTION = "flextensor"
 
 def load_config(
     config_path: str | os.PathLike[str] | None = None,
-    env_prefix: str = "FT_",
+    env_prefix: str = ENV_PREFIX,
     use_env: bool = True,
     config_file_env_var: str = "FT_CONFIG_FILE",
     **values: Any,
@@ -54,7 +57,7 @@ def load_config(
     return _gather(config_path, env_prefix if use_env else None, config_file_env_var, values)
 
 
-def load_config_from_env(env_prefix: str = "FT_", **values: Any) -> OffloadConfig:
+def load_config_from_env(env_prefix: str = ENV_PREFIX, **values: Any) -> OffloadConfig:
     """Read variables and no file, as `load_config` does; keywords go before them."""
     return _gather(None, env_prefix, None, values)
 
@@ -90,9 +93,9 @@ def _gather(
 def _read_env(prefix: str, config_file_env_var: str | None) -> dict[str, Any]:
     """Return the fields that variables set; warn of variables that name none."""
     found: dict[str, Any] = {}
-    files = {config_file_env_var, f"{prefix}CONFIG_FILE"}
+    others = {config_file_env_var, f"{prefix}CONFIG_FILE", *(f"{prefix}{n}" for n in _NOT_OURS)}
     for variable in sorted(os.environ):
-        if not variable.startswith(prefix) or variable in files:
+        if not variable.startswith(prefix) or variable in others:
             continue
         name = variable.removeprefix(prefix).lower()
         if name in REMOVED_NAMES:

@@ -110,7 +110,9 @@ def match_part(pattern: str, text: str) -> bool:
     """
     if "*" not in pattern and "?" not in pattern:
         return pattern == text
-    accepted, anything, loops, end = _compile(pattern)
+    literal, accepted, anything, loops, end = _compile(pattern)
+    if literal not in text:  # hundreds of thousands of names are asked, and most are far off
+        return False
     reached = 1
     for char in text:
         reached = (reached & accepted.get(char, anything)) << 1 | reached & loops
@@ -120,8 +122,12 @@ def match_part(pattern: str, text: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _compile(pattern: str) -> tuple[Mapping[str, int], int, int, int]:
-    """Return the bits of the places that take each character, any other one, and stay; the end."""
+def _compile(pattern: str) -> tuple[str, Mapping[str, int], int, int, int]:
+    """Return the longest literal piece, and the automaton.
+
+    That is the bits of the places that take each character, any other one, and stay; and the end.
+    """
+    literal = max(pattern.replace("?", "*").split("*"), key=len)
     items = pattern.replace("*", "")
     loops = place = 0
     for char in pattern:
@@ -134,7 +140,7 @@ def _compile(pattern: str) -> tuple[Mapping[str, int], int, int, int]:
         char: anything | sum(1 << at for at, item in enumerate(items) if item == char)
         for char in set(items)
     }
-    return accepted, anything, loops, len(items)
+    return literal, accepted, anything, loops, len(items)
 
 
 def match_name(pattern: str, name: str, *, star_spans: bool) -> bool:

@@ -73,6 +73,17 @@ class WeightStore:
         """Return how many bytes of memory a unit's entries take."""
         return self._layout(unit)[2]
 
+    def kept_apart(self, unit: Unit) -> list[str]:
+        """Return the tensors on disk that a loaded unit holds beside the entries made of them."""
+        groups, places, _ = self._layout(unit)
+        dtypes = {target: dtype for target, _, _, dtype in places}
+        return [
+            source
+            for group in groups
+            for source in group.sources
+            if group.convert is not None or self._dtype_on_disk(source) != dtypes[group.targets[0]]
+        ]
+
     def load(self, unit: Unit) -> Loaded:
         """Read a unit's tensors; from any thread.
 

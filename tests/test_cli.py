@@ -38,7 +38,7 @@ RUN_FLAGS = """
 FLAGS = {
     "": "--version",
     "quantize": RUN_FLAGS,
-    "plan": f"{RUN_FLAGS} --json",
+    "plan": f"{RUN_FLAGS} --json --read-bandwidth --write-bandwidth",
     "verify": "--source --json",
     "eval": """
         --activations --batch-size --device --json --max-tokens --no-activations --no-progress
@@ -276,7 +276,7 @@ def test_a_finished_export_is_reused_and_said_to_be(tmp_path: Path) -> None:
     [
         (
             ["--host-memory", "1MB", *DATA_FREE],
-            ["error [MOL300]", "host_memory '1MB' is 1,000,000 bytes"],
+            ["error [MOL300]", "host_memory is 1,000,000 bytes"],
         ),
         (["--device-memory", "1MB", *DATA_FREE], ["error [MOL300]", "device_memory"]),
         (["--host-memory", "lots"], ["error [MOL300]", "lots"]),

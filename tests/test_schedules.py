@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from modelopt_lite import export_hf, quantize, quantize_and_export
+from modelopt_lite.budgets import Schedule
 from modelopt_lite.job import Job, split_layers
 from modelopt_lite.offload import Unit
 from modelopt_lite.report import REPORT_FILE
-from modelopt_lite.request import Request
 
 MakeCheckpoint = Callable[..., Path]
 KINDS = ("llama", "llama_tied", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text")
@@ -124,6 +124,21 @@ def test_model_in_memory_gives_the_same_bytes(
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
 
 
+def schedule(monkeypatch: pytest.MonkeyPatch, make: Callable[[Job], Schedule]) -> None:
+    """Have runs follow a schedule of the test's own."""
+    monkeypatch.setattr(
+        "modelopt_lite.request.make_schedule", lambda job, *args, **options: make(job)
+    )
+
+
+def in_parts(size: int) -> Callable[[Job], Schedule]:
+    def split(job: Job) -> Schedule:
+        split_layers(job.plan, job.model, size)
+        return Schedule(units=job.unit_bytes()[1])
+
+    return split
+
+
 MOE_KINDS = ("qwen3_moe", "mixtral", "deepseek_v3")
 
 
@@ -140,7 +155,7 @@ def test_any_budget(
     """A budget of no byte, one unit, two and five of them."""
     source = checkpoint(kind)
     whole = run(source, tmp_path / "a", token_batches, kv_cache=None, offload="none")
-    monkeypatch.setattr(Request, "unit_budget", lambda self: units * self.job.unit_bytes()[0])
+    schedule(monkeypatch, lambda job: Schedule(units=units * job.unit_bytes()[0]))
     assert run(source, tmp_path / "b", token_batches, kv_cache=None) == whole
 
 
@@ -160,11 +175,12 @@ def test_experts_in_parts(
     whole = run(source, tmp_path / "a", token_batches, recipe=recipe, offload="none")
     parts: list[Unit] = []
 
-    def fit(job: Job, budget: int) -> None:
+    def split(job: Job) -> Schedule:
         split_layers(job.plan, job.model, size)
         parts.extend(unit for unit in job.plan.units if unit.parent)
+        return Schedule(units=job.unit_bytes()[1])
 
-    monkeypatch.setattr(Job, "fit", fit)
+    schedule(monkeypatch, split)
     seen: list[str] = []
     report = quantize_and_export(
         source,
@@ -188,7 +204,7 @@ def test_interrupted_between_parts(
 ) -> None:
     source = checkpoint("qwen3_moe")
     whole = run(source, tmp_path / "a", token_batches, offload="none")
-    monkeypatch.setattr(Job, "fit", lambda job, _: split_layers(job.plan, job.model, 1))
+    schedule(monkeypatch, in_parts(1))
 
     def stop(phase: str, done: int, total: int) -> None:
         if "layers.1." in phase and "[1:2]" in phase:
@@ -207,6 +223,6 @@ def test_every_expert_sees_every_token_in_parts(
 ) -> None:
     source = checkpoint("qwen3_moe")
     whole = run(source, tmp_path / "a", token_batches, moe_calibrate_all_experts=True)
-    monkeypatch.setattr(Job, "fit", lambda job, _: split_layers(job.plan, job.model, 3))
+    schedule(monkeypatch, in_parts(3))
     parts = run(source, tmp_path / "b", token_batches, moe_calibrate_all_experts=True)
     assert parts == whole

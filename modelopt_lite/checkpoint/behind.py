@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modelopt_lite.checkpoint.writer import StreamingWriter
 
-_LIMIT = 64 << 20
+QUEUE_LIMIT = 64 << 20
 Task = Callable[[], None]
 Ticket = threading.Event
 
@@ -31,7 +31,7 @@ class WriteBehind:
         OutputError: From any later call, where a write failed.
     """
 
-    def __init__(self, writer: StreamingWriter, limit: int = _LIMIT) -> None:
+    def __init__(self, writer: StreamingWriter, limit: int = QUEUE_LIMIT) -> None:
         self._writer = writer
         self._limit = limit
         self._tasks: queue.SimpleQueue[tuple[Task, int] | None] = queue.SimpleQueue()

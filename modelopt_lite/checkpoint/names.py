@@ -54,6 +54,7 @@ class NameMap:
         groups: Every group, in the order of the first source.
         by_target: The group that fills an entry of the model.
         by_source: The group that a tensor on disk belongs to.
+        places: Tensor on disk -> the entry and the region of it that it fills; see `place`.
         aliases: Entry of the model -> the entry it is tied to, for entries without a tensor.
         unmapped: Tensors on disk that the model does not take, in order.
     """
@@ -61,6 +62,7 @@ class NameMap:
     groups: tuple[TensorGroup, ...]
     by_target: dict[str, TensorGroup]
     by_source: dict[str, TensorGroup]
+    places: dict[str, tuple[str, Region]]
     aliases: dict[str, str] = field(default_factory=dict)
     unmapped: tuple[str, ...] = ()
 
@@ -70,13 +72,7 @@ class NameMap:
 
     def place(self, source: str) -> tuple[str, Region] | None:
         """Return (entry, region) that a tensor on disk fills, or None where it fills none alone."""
-        group = self.by_source.get(source)
-        if group is None:
-            return None
-        for piece in group.pieces:
-            if piece.source == source:
-                return group.targets[0], piece.region
-        return group.targets[0], ()
+        return self.places.get(source)
 
 
 def natural_key(name: str) -> str:
@@ -84,8 +80,8 @@ def natural_key(name: str) -> str:
 
     One string: a tuple of parts would take ten times the memory of the name.
     """
-    parts = name.split(".")
-    return "\1".join(f"\2{len(p):04}{p}" if p.isdecimal() else p for p in parts)
+    parts = [f"\2{len(p):04}{p}" if p.isdecimal() else p for p in name.split(".")]
+    return "\1".join(parts)
 
 
 def map_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> NameMap:
@@ -106,12 +102,17 @@ def map_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> NameMa
         for target in group.targets:
             by_target[target] = group
     by_source = {source: group for group in groups for source in group.sources}
+    places: dict[str, tuple[str, Region]] = {}
+    for group in groups:
+        regions = {piece.source: piece.region for piece in group.pieces}
+        places.update({s: (group.targets[0], regions.get(s, ())) for s in group.sources})
     aliases = _ties(model, entries, by_target)
     _check_missing(model, entries, by_target, aliases)
     return NameMap(
         groups=tuple(groups),
         by_target=by_target,
         by_source=by_source,
+        places=places,
         aliases=aliases,
         unmapped=tuple(name for name in shapes if name not in by_source),
     )

@@ -6,9 +6,9 @@ are made when they are needed and not kept.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring, encode_basestring_ascii
 from math import prod
 from pathlib import Path
 
@@ -51,10 +51,11 @@ class ShardLayout:
         """The bytes of ``model.safetensors.index.json``; empty where one file holds all."""
         if len(self.files) == 1:
             return b""
-        weight_map = {info.name: file.name for file in self.files for info in file.tensors}
-        index = {"metadata": {"total_size": self.total_size}, "weight_map": weight_map}
-        # sort_keys, indent and the last newline as transformers writes them
-        return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+        # As transformers writes it: json.dumps(…, indent=2, sort_keys=True), which is slow.
+        rows = sorted((info.name, file.name) for file in self.files for info in file.tensors)
+        text = ",\n".join(f'    {encode_basestring_ascii(name)}: "{file}"' for name, file in rows)
+        head = f'{{\n  "metadata": {{\n    "total_size": {self.total_size}\n  }},\n'
+        return f'{head}  "weight_map": {{\n{text}\n  }}\n}}\n'.encode()
 
     @property
     def total_bytes(self) -> int:
@@ -125,7 +126,7 @@ def _header(tensors: Iterable[TensorPlan]) -> Iterable[bytes]:
         end = offset + _nbytes(tensor)
         sizes = ",".join(map(str, shape))
         pieces.append(
-            f',{json.dumps(name, ensure_ascii=False)}:{{"dtype":"{DTYPE_NAMES[dtype]}",'
+            f',{encode_basestring(name)}:{{"dtype":"{DTYPE_NAMES[dtype]}",'
             f'"shape":[{sizes}],"data_offsets":[{offset},{end}]}}'.encode()
         )
         offset = end

@@ -138,9 +138,17 @@ def _strip(part: dict[str, Any]) -> None:
 
 def write_configs(folder: Path, config: dict[str, Any], plan: Plan, class_name: str) -> None:
     """Write ``config.json`` and ``hf_quant_config.json``."""
-    for name, content in (
-        ("config.json", edit_config(config, plan, class_name)),
-        (QUANT_CONFIG_FILE, quant_config(plan)),
-    ):
-        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    for name, text in config_texts(config, plan, class_name).items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def config_texts(config: dict[str, Any], plan: Plan, class_name: str) -> dict[str, str]:
+    """Return the names and texts of the files that `write_configs` writes."""
+    contents = {
+        "config.json": edit_config(config, plan, class_name),
+        QUANT_CONFIG_FILE: quant_config(plan),
+    }
+    return {
+        name: json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        for name, content in contents.items()
+    }

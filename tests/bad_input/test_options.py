@@ -111,8 +111,8 @@ def test_a_budget_that_suffices(
         checkpoint("llama"),
         export_dir=tmp_path / "out",
         calib_data=token_batches,
-        host_memory="1MB",
-        device_memory="1MB",
+        host_memory="8GB",
+        device_memory="100MB",
         progress=False,
     )
     assert audit(tmp_path / "out") == []

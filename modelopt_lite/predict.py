@@ -1,0 +1,298 @@
+"""Foretell what a run takes: the peak of memory by tier, bytes read and written, and time.
+
+A run's memory is the process as it is when it starts, and what it adds: units of weights, what is
+waiting to be written, and the activations of its batches. All but the process and the compiled
+kernels follow from shapes; ``benchmarks/memory_prediction.py`` holds the sum against measured runs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from modelopt_lite.calibrate.data import CalibrationData
+from modelopt_lite.checkpoint.behind import QUEUE_LIMIT
+from modelopt_lite.checkpoint.dequant import DequantizedSource
+from modelopt_lite.checkpoint.shards import ShardLayout
+from modelopt_lite.export.modelopt import config_texts
+from modelopt_lite.job import Job
+from modelopt_lite.offload.store import WeightStore
+from modelopt_lite.offload.stream import expected_order
+from modelopt_lite.offload.units import Unit, output_head
+
+BANDWIDTH = 10**9
+"""Bytes a second of a disk, where none is given."""
+
+Batch = tuple[int, int]
+"""Sequences of a batch, and their length in tokens."""
+
+# Measured, docs/performance.md. Compiled kernels: a few for whole matrices; one for each number of
+# rows that experts see, up to the bound on their cache.
+_DENSE_KERNELS = 10 << 20
+_EXPERT_KERNEL, _MOST_KERNELS = 720 << 10, 64
+# float32 pieces of a matrix, of 128 Ki elements (of 16 Mi on an accelerator), a dozen at a time.
+_SCRATCH, _DEVICE_SCRATCH = 6 << 20, 768 << 20
+_PER_MATRIX, _PER_OUTPUT = 2000, 300  # bytes of notes in Python: evidence, errors, places in files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a run takes, in bytes.
+
+    Attributes:
+        process: What of host memory the process itself is, and what passes through it -> bytes.
+        work: What holds weights, activations and results, where the model runs -> bytes.
+        on_host: The model runs on the CPU, so that ``work`` is host memory, too.
+        disk_scratch: Temporary files.
+        bytes_read: The source's tensors, each read once.
+        bytes_written: The export's files but its report.
+    """
+
+    process: Mapping[str, int]
+    work: Mapping[str, int]
+    on_host: bool
+    disk_scratch: int
+    bytes_read: int
+    bytes_written: int
+
+    @property
+    def work_peak(self) -> int:
+        """The most memory at a time where the model runs; on a CPU without the process itself."""
+        return sum(self.work.values())
+
+    @property
+    def host_peak(self) -> int:
+        """The most resident memory of the process at a time."""
+        return sum(self.process.values()) + self.work_peak * self.on_host
+
+    @property
+    def device_peak(self) -> int:
+        """The most memory of an accelerator at a time; 0 where the model runs on the CPU."""
+        return self.work_peak * (not self.on_host)
+
+    def to_json(
+        self, read_bandwidth: int = BANDWIDTH, write_bandwidth: int = BANDWIDTH
+    ) -> dict[str, Any]:
+        """Return JSON values: peaks by tier, what they are for, and the seconds of the disk.
+
+        Args:
+            read_bandwidth: Bytes a second,
+            write_bandwidth: bytes a second. Computing is in neither time.
+        """
+        return {
+            "host": self.host_peak,
+            "device": self.device_peak,
+            "disk_scratch": self.disk_scratch,
+            "host_parts": {**self.process, **(self.work if self.on_host else {})},
+            "device_parts": {} if self.on_host else dict(self.work),
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "read_bandwidth": read_bandwidth,
+            "write_bandwidth": write_bandwidth,
+            "seconds_reading": self.bytes_read / read_bandwidth,
+            "seconds_writing": self.bytes_written / write_bandwidth,
+        }
+
+
+def planned_batches(size: int, seq_len: int, batch_size: int) -> list[Batch]:
+    """Return the batches of ``size`` sequences of one length."""
+    whole, rest = divmod(size, batch_size)
+    return [(batch_size, seq_len)] * whole + [(rest, seq_len)] * bool(rest)
+
+
+def batch_shapes(data: CalibrationData | None) -> list[Batch]:
+    """Return the batches of calibration data; none where there are no data."""
+    return [(len(batch), batch.shape[1]) for batch in data.batches] if data else []
+
+
+def predict(
+    job: Job,
+    layout: ShardLayout,
+    batches: Sequence[Batch],
+    *,
+    budget: int | None,
+    waiting: int | None = None,
+    all_experts: bool = False,
+) -> Prediction:
+    """Foretell a run from shapes alone.
+
+    Args:
+        job: The run; its process is taken to be this one, as it is now.
+        layout: What it writes.
+        batches: What it calibrates with; empty where it needs no data.
+        budget: Bytes of units in memory at a time; None: all of them.
+        waiting: Bytes of waiting activations in memory; the others lie on disk. None: all.
+        all_experts: Every expert sees every token.
+    """
+    store, shapes = job.store(), _Shapes(job, all_experts)
+    on_host = job.device.type == "cpu"
+    outputs = sum(len(file.tensors) for file in layout.files)
+    work = {
+        "weights": _weights(job, store, budget) if batches else _weights_without_data(job),
+        "quantizing": _SCRATCH if on_host else _DEVICE_SCRATCH,
+        "results to be written": _queued(job),
+    }
+    on_disk = 0
+    if batches:
+        activations = [math.prod(batch) * shapes.waiting for batch in batches]
+        kept = sum(activations)
+        if waiting is not None:  # the pass that runs has its own in memory
+            kept = min(kept, waiting + max(activations))
+            on_disk = max(0, sum(activations) - waiting)
+        work |= {
+            "waiting activations": kept,
+            "running activations": max(map(shapes.running, batches)),
+            "compiled kernels": shapes.kernels,
+        }
+    texts = config_texts(job.source.config, job.plan, type(job.model).__name__)
+    return Prediction(
+        process={
+            "process": resident_bytes(),
+            "notes on tensors": _PER_MATRIX * len(job.plan.matrices) + _PER_OUTPUT * outputs,
+            "reading": _staging(job),
+        },
+        work=work,
+        on_host=on_host,
+        disk_scratch=on_disk,
+        bytes_read=_bytes_read(job),
+        bytes_written=layout.total_bytes
+        + job.sidecar_bytes()
+        + sum(len(text.encode()) for text in texts.values()),
+    )
+
+
+def resident_bytes() -> int:
+    """Return how much memory of this process is resident now; 0 where the system does not tell."""
+    try:
+        fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    except OSError:
+        return 0
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Shapes:
+    """What activations of a model take, from its config and the shapes of its matrices."""
+
+    def __init__(self, job: Job, all_experts: bool) -> None:
+        model = job.model
+        config = model.config
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        embedding = model.get_input_embeddings().weight
+        self._itemsize, self._hidden = int(embedding.dtype.itemsize), int(embedding.shape[1])
+        self._experts = int(_first(config, "num_experts", "n_routed_experts", "num_local_experts"))
+        chosen = int(_first(config, "num_experts_per_tok", "top_k_experts"))
+        self._choices = chosen * self._experts
+        # Routing is uneven: the most popular expert sees a few times its share.
+        self._share = 1.0 if all_experts else min(1.0, 4 * chosen / max(self._experts, 1))
+        self._eager_heads = 0
+        if getattr(config, "_attn_implementation", None) == "eager":
+            self._eager_heads = int(getattr(config, "num_attention_heads", 0))
+        self._width = self._expert_width = 0
+        for matrix in job.plan.matrices:
+            rows = matrix.shape[2] if matrix.input_major and matrix.stacked else matrix.shape[-2]
+            if matrix.experts is None:
+                self._width = max(self._width, rows)
+            else:
+                self._expert_width = max(self._expert_width, rows)
+
+    @property
+    def waiting(self) -> int:
+        """Bytes a token: what entered the first layer, and what enters the next one."""
+        return 2 * self._hidden * self._itemsize
+
+    def running(self, batch: Batch) -> int:
+        """Bytes of a batch inside a layer, at the widest place.
+
+        In a feed-forward part that is the residual, its norm, and three results as wide as its
+        matrices; in a norm, which computes in float32, eight times the hidden size.
+        """
+        count, length = batch
+        dense = max(2 * self._hidden + 3 * self._width, 8 * self._hidden)
+        expert = int(self._share * (2 * self._hidden + 4 * self._expert_width))
+        token = self._itemsize * (dense + expert * bool(self._experts)) + 8 * self._choices
+        scores = self._eager_heads * count * length**2 * (self._itemsize + 4)
+        return count * length * token + scores
+
+    @property
+    def kernels(self) -> int:
+        """Bytes of compiled kernels."""
+        kinds = min(2 * self._experts, _MOST_KERNELS)
+        return _DENSE_KERNELS + _EXPERT_KERNEL * kinds
+
+
+def _first(config: Any, *names: str) -> int:
+    return next((v for n in names if (v := getattr(config, n, None)) is not None), 0)
+
+
+def _weights(job: Job, store: WeightStore, budget: int | None) -> int:
+    """The most bytes of units at a time, with values that the model holds in another form."""
+    units = _streamed(job)
+    tensors = job.source.tensors
+    sizes = [
+        store.bytes_of(unit) + sum(tensors[name].nbytes for name in store.kept_apart(unit))
+        for unit in units
+    ]
+    if budget is None:
+        return sum(sizes)
+    whole = sum(size for unit, size in zip(units, sizes, strict=True) if not unit.name)
+    by_name = {unit.name: size for unit, size in zip(units, sizes, strict=True)}
+    # A part comes in while its layer is there.
+    named = [by_name[u.name] + by_name.get(u.parent or "-", 0) for u in units if u.name]
+    # A unit comes in while the one before it may still be waited for by the writer.
+    pairs = max((a + b for a, b in pairwise(named)), default=sum(named))
+    ahead = min(budget - whole, sum(named))
+    return whole + max(pairs, ahead)
+
+
+def _streamed(job: Job) -> list[Unit]:
+    """The units that passes run through; the head stays out where nothing depends on it."""
+    head = output_head(job.model)
+    quantized = {matrix.unit for matrix in job.plan.matrices}
+    skipped = head[0] if head and head[0] not in quantized else None
+    order = expected_order(job.model, job.plan.units)
+    return [unit for unit in order if unit.name != skipped]
+
+
+def _weights_without_data(job: Job) -> int:
+    """Without calibration: the tensors of a unit, and of the one before, not yet let go."""
+    of_unit: dict[str, set[str]] = {}
+    for matrix in job.plan.matrices:
+        of_unit.setdefault(matrix.unit, set()).add(matrix.source)
+    tensors = job.source.tensors
+    sizes = [sum(tensors[name].nbytes for name in names) for names in of_unit.values()]
+    return max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
+
+
+def _queued(job: Job) -> int:
+    """Bytes of results that wait to be written: those of a unit, up to the writer's limit."""
+    of_unit: dict[str, int] = {}
+    for m in job.plan.matrices:
+        size = sum(math.prod(part.shape) * part.dtype.itemsize for part in m.parts)
+        of_unit[m.unit] = of_unit.get(m.unit, 0) + size
+    return min(QUEUE_LIMIT, max(of_unit.values()))
+
+
+def _staging(job: Job) -> int:
+    """Bytes that a tensor takes on its way: what it is decoded from, or to where it goes on."""
+    source = job.source
+    decoded = 0
+    if isinstance(source, DequantizedSource):
+        for name, stored in source.consumed.items():
+            codes = sum(source.base.tensors[part].nbytes for part in stored)
+            decoded = max(decoded, codes + 2 * source.tensors[name].nbytes)
+    if job.device.type == "cpu":
+        return decoded
+    return decoded + max(info.nbytes for info in source.tensors.values())
+
+
+def _bytes_read(job: Job) -> int:
+    """Each stored tensor once; scales of the source's own inputs and cache stay unread."""
+    source = job.source
+    if not isinstance(source, DequantizedSource):
+        return source.total_bytes
+    return source.total_bytes - sum(source.base.tensors[name].nbytes for name in source.dropped)
