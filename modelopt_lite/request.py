@@ -149,8 +149,6 @@ class Request:
             RecipeError: They cannot be met; ``schedule`` then is one unit at a time.
         """
         options, job = self.options, self.job
-        given = {name: getattr(options, name) for name in SIZES}
-        budgets = read_budgets(given, job.device, self.target)
         batches = batch_shapes(self.data)
         if self.data is None and job.plan.needs_calibration:  # a dry run without data
             count, length = options.calib_size, options.calib_seq_len
@@ -158,10 +156,11 @@ class Request:
         self._foretell = partial(
             predict, job, self.layout, batches, all_experts=options.moe_calibrate_all_experts
         )
-        self.budgets = budgets
         stream = options.offload != "none"
         self.schedule = Schedule(units=job.unit_bytes()[0] if stream else None)
-        self.schedule = make_schedule(job, budgets, self._foretell, stream=stream)
+        given = {name: getattr(options, name) for name in SIZES}
+        self.budgets = read_budgets(given, job.device, self.target)
+        self.schedule = make_schedule(job, self.budgets, self._foretell, stream=stream)
 
     @property
     def prediction(self) -> Prediction:
