@@ -29,6 +29,7 @@ from modelopt_lite.offload.discovery import (
 )
 from modelopt_lite.offload.ledger import RESIDENT, Ledger
 from modelopt_lite.offload.loader import BlockLoader, DirectLoader
+from modelopt_lite.offload.nesting import Nest, plan_with_nests
 from modelopt_lite.offload.selection import Selection
 from modelopt_lite.offload.stats import (
     LayerStatistics,
@@ -83,13 +84,14 @@ class TensorManager:
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._moved: dict[int, tuple[Tensor, torch.device]] = {}
         self._cargos: dict[str, Cargo] = {}
+        self._nests: set[Nest] = set()
         self._curve: dict[int, float] | None = None
         self.table: dict[int, Tensor] = {}
         self.layer_statistics_collector = LayerStatisticsCollector()
         self.ledger = Ledger()
         self.timeline = Timeline(device)
         self.plan: StrategyResult | None = None
-        self.loader: DirectLoader | BlockLoader = DirectLoader(device, {}, self.ledger)
+        self.loader: DirectLoader | BlockLoader = DirectLoader(device, {}, self.ledger, self._nests)
 
     @property
     def labels(self) -> list[str]:
@@ -152,7 +154,7 @@ class TensorManager:
         """Move what stays resident to the device, and pack what leaves into host blocks."""
         self.loader.close()
         self._lay_out(self._by_label)
-        self.loader = DirectLoader(self._device, self._cargos, self.ledger)
+        self.loader = DirectLoader(self._device, self._cargos, self.ledger, self._nests)
 
     def observed(self, tracker: ModuleTracker) -> None:
         """Give manual traps the tensors of the modules that ran in them (strategies 2 and 3)."""
@@ -208,7 +210,10 @@ class TensorManager:
                 smallest_budget=self.resident_bytes + 1,
             )
         try:
-            plan = strategy.compute(layers, self.transfer_curve() or None, left)
+            curve = self.transfer_curve() or None
+            plan = plan_with_nests(
+                lambda most: strategy.compute(layers, curve, most), left, sorted(self._nests)
+            )
         except StrategyComputeError as error:
             if error.smallest_budget is None or budget is None:
                 raise
@@ -218,6 +223,8 @@ class TensorManager:
                 smallest_budget=error.smallest_budget + self.resident_bytes,
             ) from error
         self._apply(plan, [layer.label for layer in layers])
+        if budget is not None and isinstance(self.loader, BlockLoader):
+            self.loader.spare = budget - self.ledger.total("device")
 
     def _layers(self, order: Sequence[str], budget: int | None) -> list[LayerStatistics]:
         """Return the labels to plan with.
