@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from modelopt_lite.errors import OffloadError, StrategyComputeError
+from modelopt_lite.errors import OffloadError
+from modelopt_lite.offload.budget import free_bytes, plan_within
 from modelopt_lite.offload.cargo import (
     Cargo,
     IndirectCargo,
@@ -29,7 +30,7 @@ from modelopt_lite.offload.discovery import (
 )
 from modelopt_lite.offload.ledger import RESIDENT, Ledger
 from modelopt_lite.offload.loader import BlockLoader, DirectLoader
-from modelopt_lite.offload.nesting import Nest, plan_with_nests
+from modelopt_lite.offload.nesting import Nest
 from modelopt_lite.offload.selection import Selection
 from modelopt_lite.offload.stats import (
     LayerStatistics,
@@ -195,34 +196,21 @@ class TensorManager:
         Where planning fails, everything goes on as before.
 
         Raises:
-            StrategyComputeError: The budget is below what the strategy can reach.
+            StrategyComputeError: The budget, or what is free where there is none, is below what the
+                strategy can reach.
         """
-        layers = self._layers(order, budget)
         strategy = self._config.load_strategy or AdaptiveStrategy(
             scale=self._config.transfer_budget_scale, n_blocks=self._config.num_blocks
         )
         assert isinstance(strategy, Strategy)
-        left = None if budget is None else budget - self.resident_bytes
-        if left is not None and left <= 0:
-            raise StrategyComputeError(
-                f"the budget is {budget:,} bytes, and {self.resident_bytes:,} stay on the device "
-                "whatever the strategy; raise max_gpu_mem_fraction or exclude less",
-                smallest_budget=self.resident_bytes + 1,
-            )
-        try:
-            curve = self.transfer_curve() or None
-            plan = plan_with_nests(
-                lambda most: strategy.compute(layers, curve, most), left, sorted(self._nests)
-            )
-        except StrategyComputeError as error:
-            if error.smallest_budget is None or budget is None:
-                raise
-            raise StrategyComputeError(
-                f"{error} (beside {self.resident_bytes:,} bytes that stay on the device whatever "
-                f"the strategy, so of {budget:,} in all)",
-                smallest_budget=error.smallest_budget + self.resident_bytes,
-            ) from error
-        self._apply(plan, [layer.label for layer in layers])
+        curve = self.transfer_curve() or None
+        free = free_bytes(self._device, self.ledger)
+
+        def compute(most: int | None) -> StrategyResult:
+            return strategy.compute(self._layers(order, most), curve, most)
+
+        plan = plan_within(compute, budget, free, self.resident_bytes, sorted(self._nests))
+        self._apply(plan, [layer.label for layer in self._layers(order, free)])
         if budget is not None and isinstance(self.loader, BlockLoader):
             self.loader.spare = budget - self.ledger.total("device")
 
