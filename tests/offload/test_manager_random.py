@@ -215,6 +215,8 @@ def test_the_simulator_says_what_the_runtime_does(
         for _ in range(2):
             model(x)
         took = (device._compute.time - begin) / 2
+        spans = [(s.label, s.start, s.end) for s in device.trace if s.op == "compute"]
+        stalls = stalls_of(spans, begin)
     cargos = tensors_of(manager)._cargos
     bytes_, block = {}, {}
     for label, cargo in cargos.items():
@@ -227,11 +229,28 @@ def test_the_simulator_says_what_the_runtime_does(
     )
     ends = [e.end_ms for e in events if e.kind == "compute" and e.label == order[-1]]
     assert abs((ends[-1] - ends[-3]) / 2 - took) < 1e-6
+    spans = [(e.label, e.start_ms, e.end_ms) for e in events if e.kind == "compute"]
+    replayed = stalls_of(spans[-2 * len(order) :], ends[-3])
+    predicted = simulate.simulate(
+        order, list(ms.values()), copied, moving, resident_bytes=0, curve=Curve(rate)
+    ).stall_ms
+    for label in order:
+        assert abs(replayed[label] - stalls[label]) < 1e-6
+        assert abs(predicted[label] - stalls[label]) < 1e-6
     assert loader.block_bytes == sum(
         max(n for m, n in bytes_.items() if block[m] == b) for b in set(block.values())
     )
     device.check()
     manager.release()
+
+
+def stalls_of(computes: list[tuple[str, float, float]], end: float) -> dict[str, float]:
+    """Mean ms of two passes, by label, in which nothing computes before the label does."""
+    stalls: dict[str, float] = {}
+    for label, start, after in computes:
+        stalls[label] = stalls.get(label, 0.0) + (start - end) / 2
+        end = after
+    return stalls
 
 
 class Curve(TransferCurve):
