@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from modelopt_lite.errors import InternalError
+from modelopt_lite.errors import InternalError, OffloadError
 from modelopt_lite.offload.cargo import Cargo
 from modelopt_lite.offload.device import Device, Event
 from modelopt_lite.offload.ledger import BLOCKS, Ledger
+from modelopt_lite.offload.nesting import Nest, idle_block
 from modelopt_lite.offload.timeline import Timeline
 
 log = logging.getLogger("modelopt_lite.offload")
@@ -74,6 +75,10 @@ class BlockLoader:
         sizes: Index of a block -> bytes.
         ledger: Where blocks are accounted for.
         timeline: Where copies and computes are recorded.
+
+    Attributes:
+        spare: Bytes that labels inside of others may still take beside the blocks. None: any.
+        counts: What happened so far.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class BlockLoader:
         timeline: Timeline | None = None,
     ) -> None:
         self._device = device
+        self.spare: int | None = None
         self._order = list(order)
         self._position = {label: at for at, label in enumerate(self._order)}
         self._cargos = dict(cargos)
@@ -165,6 +171,8 @@ class BlockLoader:
             entry.block.users -= 1
         elif entry.own is not None:
             give_back(self._device, self._ledger, label, entry.own)
+            if self.spare is not None:
+                self.spare += entry.own.numel()
         if self._blocks:
             self._look_ahead()
 
@@ -185,12 +193,16 @@ class BlockLoader:
 
     def _bring_in(self, cargo: Cargo) -> _Entry:
         block = self._block_of[cargo.label]
+        views = self._views[cargo.label]
         if block.has(cargo):
             self.counts.hits += 1
         else:
             self.counts.misses += 1
             if block.users:
-                return self._bring_apart(cargo)
+                other = self._idle_block(cargo)
+                if other is None:
+                    return self._bring_apart(cargo)
+                block, views = other, cargo.views(other.memory)
             self._issue(cargo, block)
         try:
             self._device.wait(block.ready)
@@ -198,13 +210,28 @@ class BlockLoader:
             block.content = None  # what is in it now is nobody's
             raise
         block.users += 1
-        views = self._views[cargo.label]
         cargo.bind(views)
         return _Entry(block, views, block.versions)
 
+    def _idle_block(self, cargo: Cargo) -> _Block | None:
+        """A block for a label whose own is taken; what was copied to it ahead is copied again."""
+        sizes = {index: block.memory.numel() for index, block in self._blocks.items()}
+        busy = {index for index, block in self._blocks.items() if block.users}
+        index = idle_block(cargo.nbytes, sizes, busy)
+        return None if index is None else self._blocks[index]
+
     def _bring_apart(self, cargo: Cargo) -> _Entry:
-        """Memory of its own for a label whose block another label is computing with."""
+        """Memory of its own for a label, as no block is free that is large enough."""
+        if self.spare is not None and cargo.nbytes > self.spare:
+            outer = [label for label in self._entries if label != cargo.label]
+            raise OffloadError(
+                f"{cargo.label!r} runs inside of {outer}, which was not seen while profiling: it "
+                f"needs {cargo.nbytes:,} bytes beside the blocks, and the budget leaves "
+                f"{self.spare:,}; raise it by {cargo.nbytes - self.spare:,} bytes"
+            )
         own = bring_apart(self._device, self._ledger, cargo)
+        if self.spare is not None:
+            self.spare -= cargo.nbytes
         self._count(cargo)
         views = cargo.views(own)
         cargo.bind(views)
@@ -254,10 +281,13 @@ class BlockLoader:
 class DirectLoader:
     """Brings each label in when it enters and lets it go when it leaves: no blocks, no order.
 
-    What discovery and profiling use, before there is a plan.
+    What discovery and profiling use, before there is a plan. ``nests`` gets what was in at once.
     """
 
-    def __init__(self, device: Device, cargos: Mapping[str, Cargo], ledger: Ledger) -> None:
+    def __init__(
+        self, device: Device, cargos: Mapping[str, Cargo], ledger: Ledger, nests: set[Nest]
+    ) -> None:
+        self._nests = nests
         self._device = device
         self._cargos = dict(cargos)
         self._ledger = ledger
@@ -278,6 +308,8 @@ class DirectLoader:
         views = cargo.views(own)
         cargo.bind(views)
         self._inside[label] = _Entry(None, views, cargo.versions, own)
+        if len(self._inside) > 1:
+            self._nests.add(tuple(self._inside))
 
     def exit(self, label: str) -> None:
         """Let a label's weights go when it was left as often as entered."""

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from modelopt_lite.errors import OffloadError, StrategyComputeError
+from modelopt_lite.errors import OffloadError
+from modelopt_lite.offload.budget import free_bytes, plan_within
 from modelopt_lite.offload.cargo import (
     Cargo,
     IndirectCargo,
@@ -32,6 +33,7 @@ from modelopt_lite.offload.discovery import (
 )
 from modelopt_lite.offload.ledger import RESIDENT, Ledger
 from modelopt_lite.offload.loader import BlockLoader, DirectLoader
+from modelopt_lite.offload.nesting import Nest
 from modelopt_lite.offload.selection import Selection
 from modelopt_lite.offload.stats import (
     LayerStatistics,
@@ -87,6 +89,7 @@ class TensorManager:
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._moved: dict[int, tuple[Tensor, torch.device]] = {}
         self._cargos: dict[str, Cargo] = {}
+        self._nests: set[Nest] = set()
         self._curve: dict[int, float] | None = None
         self.table: dict[int, Tensor] = {}
         self.layer_statistics_collector = LayerStatisticsCollector()
@@ -98,7 +101,7 @@ class TensorManager:
         assert isinstance(strategy, Strategy)
         self.strategy = strategy
         self.plan: StrategyResult | None = None
-        self.loader: DirectLoader | BlockLoader = DirectLoader(device, {}, self.ledger)
+        self.loader: DirectLoader | BlockLoader = DirectLoader(device, {}, self.ledger, self._nests)
 
     @property
     def labels(self) -> list[str]:
@@ -161,7 +164,7 @@ class TensorManager:
         """Move what stays resident to the device, and pack what leaves into host blocks."""
         self.loader.close()
         self._lay_out(self._by_label)
-        self.loader = DirectLoader(self._device, self._cargos, self.ledger)
+        self.loader = DirectLoader(self._device, self._cargos, self.ledger, self._nests)
 
     def observed(self, tracker: ModuleTracker) -> None:
         """Give manual traps the tensors of the modules that ran in them (strategies 2 and 3)."""
@@ -202,27 +205,19 @@ class TensorManager:
         Where planning fails, everything goes on as before.
 
         Raises:
-            StrategyComputeError: The budget is below what the strategy can reach.
+            StrategyComputeError: The budget, or what is free where there is none, is below what the
+                strategy can reach.
         """
-        layers = self._layers(order, budget)
-        left = None if budget is None else budget - self.resident_bytes
-        if left is not None and left <= 0:
-            raise StrategyComputeError(
-                f"the budget is {budget:,} bytes, and {self.resident_bytes:,} stay on the device "
-                "whatever the strategy; raise max_gpu_mem_fraction or exclude less",
-                smallest_budget=self.resident_bytes + 1,
-            )
-        try:
-            plan = self.strategy.compute(layers, self.transfer_curve() or None, left)
-        except StrategyComputeError as error:
-            if error.smallest_budget is None or budget is None:
-                raise
-            raise StrategyComputeError(
-                f"{error} (beside {self.resident_bytes:,} bytes that stay on the device whatever "
-                f"the strategy, so of {budget:,} in all)",
-                smallest_budget=error.smallest_budget + self.resident_bytes,
-            ) from error
-        self._apply(plan, [layer.label for layer in layers])
+        curve = self.transfer_curve() or None
+        free = free_bytes(self._device, self.ledger)
+
+        def compute(most: int | None) -> StrategyResult:
+            return self.strategy.compute(self._layers(order, most), curve, most)
+
+        plan = plan_within(compute, budget, free, self.resident_bytes, sorted(self._nests))
+        self._apply(plan, [layer.label for layer in self._layers(order, free)])
+        if budget is not None and isinstance(self.loader, BlockLoader):
+            self.loader.spare = budget - self.ledger.total("device")
 
     def _layers(self, order: Sequence[str], budget: int | None) -> list[LayerStatistics]:
         """Return the labels to plan with.
