@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -153,12 +152,17 @@ def quantize_and_export(
     check_free_space(target, layout.total_bytes + job.sidecar_bytes())
     sizes = {"host_memory": host_memory, "device_memory": device_memory}
     budgets = read_budgets({**sizes, "disk_scratch": disk_scratch}, job.device, target)
-    foretell = partial(
-        predict, job, layout, batch_shapes(data), all_experts=moe_calibrate_all_experts
+    stream = offload != "none"
+    least = predict(
+        job,
+        layout,
+        batch_shapes(data),
+        budget=0 if stream else None,
+        all_experts=moe_calibrate_all_experts,
     )
-    budget = unit_budget(job, budgets, foretell, stream=offload != "none")
+    budget, predicted = unit_budget(job, budgets, least, stream=stream)
     report = Report(str(target), chosen.name, job.model_type, details=details)
-    report.predicted_memory_bytes = foretell(budget=budget).host_peak
+    report.predicted_memory_bytes = predicted.host_peak
     with torch.random.fork_rng(devices=[]), make_progress(progress) as tell:
         torch.manual_seed(seed)
         with staged(target, overwrite=overwrite) as work:

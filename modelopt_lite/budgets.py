@@ -60,9 +60,9 @@ class Budgets:
 
 
 def unit_budget(
-    job: Job, budgets: Budgets, foretell: Callable[..., Prediction], *, stream: bool
-) -> int | None:
-    """Return how many bytes of units may be in memory; None: all of them.
+    job: Job, budgets: Budgets, least: Prediction, *, stream: bool
+) -> tuple[int | None, Prediction]:
+    """Return how many bytes of units may be in memory, and the run's prediction with that.
 
     Without budgets two layers, one in use and one read ahead. What budgets leave beyond the least
     that the run takes is for reading further ahead.
@@ -70,23 +70,24 @@ def unit_budget(
     Args:
         job: The run.
         budgets: What it may take.
-        foretell: `predict` for the run, but for its argument ``budget``.
-        stream: Bring units in as they are needed.
+        least: `predict` without reading ahead; where units are not streamed, with all of them.
+        stream: Bring units in as they are needed; else they are all in memory: None.
 
     Raises:
         RecipeError: The budgets cannot be met.
     """
-    one, two = job.unit_bytes()
-    least = foretell(budget=one if stream else None)
     budgets.check(least)
     if not stream:
-        return None
+        return None, least
     spare = [
         int(_MARGIN * have) - need
         for have, need in ((budgets.host, least.host_peak), (budgets.device, least.work_peak))
         if have is not None
     ]
-    return least.work["weights"] + max(min(spare), 0) if spare else two
+    _, budget = job.unit_bytes()
+    if spare:
+        budget = least.work["weights"] + max(min(spare), 0)
+    return budget, least.with_units(job, budget)
 
 
 def read_budgets(given: Mapping[str, Size | None], device: torch.device, folder: Path) -> Budgets:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from rich.box import SIMPLE
@@ -54,14 +53,12 @@ def describe_plan(
     linears |= {name: {"excluded": reason} for name, reason in plan.excluded.items()}
     needs_data = plan.needs_calibration
     budgets = budgets or Budgets()
-    foretell = partial(predict, job, layout, batches if needs_data else ())
+    prediction = predict(job, layout, batches if needs_data else (), budget=0)
     problems: list[str] = []
     try:
-        units = unit_budget(job, budgets, foretell, stream=True)
+        _, prediction = unit_budget(job, budgets, prediction, stream=True)
     except RecipeError as error:
         problems.append(str(error))
-        units = job.unit_bytes()[0]
-    prediction = foretell(budget=units)
     return {
         "checkpoint": str(job.folder),
         "model_type": job.model_type,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from modelopt_lite.checkpoint.behind import QUEUE_LIMIT
 from modelopt_lite.checkpoint.dequant import DequantizedSource
 from modelopt_lite.checkpoint.shards import ShardLayout
 from modelopt_lite.export.modelopt import config_texts
-from modelopt_lite.job import Job
+from modelopt_lite.job import Job, collector_paused
 from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.stream import expected_order
 from modelopt_lite.offload.units import Unit, output_head
@@ -75,6 +75,12 @@ class Prediction:
         """The most memory of an accelerator at a time; 0 where the model runs on the CPU."""
         return self.work_peak * (not self.on_host)
 
+    def with_units(self, job: Job, budget: int) -> Prediction:
+        """Return the prediction for another budget of units; the rest does not depend on it."""
+        if "waiting activations" not in self.work:
+            return self
+        return replace(self, work={**self.work, "weights": _weights(job, job.store(), budget)})
+
     def to_json(
         self, read_bandwidth: int = BANDWIDTH, write_bandwidth: int = BANDWIDTH
     ) -> dict[str, Any]:
@@ -110,6 +116,7 @@ def batch_shapes(data: CalibrationData | None) -> list[Batch]:
     return [(len(batch), batch.shape[1]) for batch in data.batches] if data else []
 
 
+@collector_paused()
 def predict(
     job: Job,
     layout: ShardLayout,

@@ -139,14 +139,10 @@ def test_no_size(given: Any) -> None:
 def test_the_smallest_budget_is_named_and_suffices(checkpoint: MakeCheckpoint) -> None:
     job = job_of(checkpoint("llama"))
     least = foretell(job, [(2, 16)], budget=1)
-
-    def fixed(*, budget: int | None) -> Prediction:
-        return least
-
     for name, need in (("host", least.host_peak), ("device", least.work_peak)):
         with pytest.raises(RecipeError, match=f"{name}_memory is {need - 1:,} .* {need:,} "):
-            unit_budget(job, Budgets(**{name: need - 1}), fixed, stream=True)
-        units = unit_budget(job, Budgets(**{name: need}), fixed, stream=True)
+            unit_budget(job, Budgets(**{name: need - 1}), least, stream=True)
+        units, _ = unit_budget(job, Budgets(**{name: need}), least, stream=True)
         assert units == least.work["weights"]
 
 
@@ -154,12 +150,10 @@ def test_memory_to_spare_is_for_reading_ahead(checkpoint: MakeCheckpoint) -> Non
     job = job_of(checkpoint("llama"))
     least = foretell(job, [(2, 16)], budget=1)
     spare = 10**6
-    units = unit_budget(
-        job,
-        Budgets(device=int((least.work_peak + spare) / 0.9) + 1),
-        lambda **_: least,
-        stream=True,
-    )
+    allowed = Budgets(device=int((least.work_peak + spare) / 0.9) + 1)
+    units, foretold = unit_budget(job, allowed, least, stream=True)
     assert units == pytest.approx(least.work["weights"] + spare, abs=2)
-    assert unit_budget(job, Budgets(), lambda **_: least, stream=True) == job.unit_bytes()[1]
-    assert unit_budget(job, Budgets(), lambda **_: least, stream=False) is None
+    everything = foretell(job, [(2, 16)], budget=None).work["weights"]
+    assert foretold.work["weights"] == min(units or 0, everything)
+    assert unit_budget(job, Budgets(), least, stream=True)[0] == job.unit_bytes()[1]
+    assert unit_budget(job, Budgets(), least, stream=False) == (None, least)
