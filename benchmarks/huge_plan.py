@@ -1,8 +1,8 @@
 """Plans of DeepSeek-V3 (671B) and of a model of Kimi-K2's size (1T), from config and headers alone.
 
 The weights are holes in sparse files, of no size on the disk. Exits with 1 where a plan takes more
-than 20 s or 2 GB of memory. A plan runs on one thread and reads a few MB, so that its seconds of CPU
-are those of a machine that does nothing else.
+than 20 s of CPU or 2 GB of memory: a plan runs on one thread and reads a few MB, so that these are
+its seconds on a machine that does nothing else.
 
     python benchmarks/huge_plan.py
 """
