@@ -145,7 +145,7 @@ def _run(request: Request) -> Report:
     job, options, target = request.job, request.options, request.target
     recipe = job.plan.recipe.name
     report = Report(str(target), recipe, job.model_type, details=request.details)
-    report.predicted_memory_bytes = request.prediction.host_peak
+    report.predicted_memory_bytes = request.prediction().host_peak
     with torch.random.fork_rng(devices=[]), make_progress(options.progress) as tell:
         torch.manual_seed(options.seed)
         with staged(target, overwrite=options.overwrite, resume=options.resume) as work:

@@ -27,6 +27,21 @@ from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import TensorShape
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from walking, again and again, a million objects that all stay.
+
+    It takes a quarter of the time of a plan for a model of 1e12 parameters.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 @dataclass(slots=True)
 class Job:
     """What a run works on."""
@@ -43,6 +58,7 @@ class Job:
         """How many token ids the model's embedding knows."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
+    @collector_paused()
     def layout(self, max_shard_size: int) -> ShardLayout:
         """Return where every byte of the export's weights will lie."""
         outputs = ((o.name, o.dtype, o.shape) for o in self.plan.outputs)
@@ -117,6 +133,7 @@ def split_layers(plan: Plan, model: nn.Module, size: int) -> None:
     ]
 
 
+@collector_paused()
 def prepare(
     folder: Path,
     recipe: Recipe,
@@ -136,29 +153,13 @@ def prepare(
         raise RecipeError(f'on_bad_shape must be "error" or "skip", got {on_bad_shape!r}')
     if numerics not in ("exact", "modelopt"):
         raise RecipeError(f'numerics must be "exact" or "modelopt", got {numerics!r}')
-    with collector_paused():
-        source = open_source(folder)
-        model_type = check_model_type(source.config, model_type, folder)
-        model = build_meta_model(folder, source.config, trust_remote_code=trust_remote_code)
-        plan = plan_for(model, source, recipe, model_type, numerics, on_bad_shape)
+    source = open_source(folder)
+    model_type = check_model_type(source.config, model_type, folder)
+    model = build_meta_model(folder, source.config, trust_remote_code=trust_remote_code)
+    plan = plan_for(model, source, recipe, model_type, numerics, on_bad_shape)
     place = pick_device(device)
     move_buffers(model, place)
     return Job(folder, source, model, model_type, plan, place)
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keep the garbage collector from walking, again and again, a million objects that all stay.
-
-    It takes a quarter of the time of a plan for a model of 1e12 parameters.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def plan_for(

@@ -20,7 +20,7 @@ from modelopt_lite.checkpoint.behind import QUEUE_LIMIT
 from modelopt_lite.checkpoint.dequant import DequantizedSource
 from modelopt_lite.checkpoint.shards import ShardLayout
 from modelopt_lite.export.modelopt import config_texts
-from modelopt_lite.job import Job
+from modelopt_lite.job import Job, collector_paused
 from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.stream import expected_order
 from modelopt_lite.offload.units import Unit, output_head
@@ -110,6 +110,7 @@ def batch_shapes(data: CalibrationData | None) -> list[Batch]:
     return [(len(batch), batch.shape[1]) for batch in data.batches] if data else []
 
 
+@collector_paused()
 def predict(
     job: Job,
     layout: ShardLayout,

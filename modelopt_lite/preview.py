@@ -11,7 +11,7 @@ from typing import Any
 from modelopt_lite.checkpoint.names import natural_key
 from modelopt_lite.checkpoint.writer import parse_size
 from modelopt_lite.errors import CalibrationError, ModelOptLiteError, RecipeError
-from modelopt_lite.predict import BANDWIDTH
+from modelopt_lite.predict import BANDWIDTH, Prediction
 from modelopt_lite.report import Report
 from modelopt_lite.request import Options, Request, make_request
 
@@ -57,8 +57,9 @@ def dry_run(
     if reused is not None:
         with suppress(RecipeError):  # nothing is run, so no budget can be exceeded
             request.make_schedule()
-    described = _describe(request)
-    described["predicted"] = request.prediction.to_json(
+    prediction = request.prediction()
+    described = _describe(request, prediction)
+    described["predicted"] = prediction.to_json(
         parse_size(read_bandwidth), parse_size(write_bandwidth)
     )
     described["reuses_export"] = reused is not None
@@ -94,7 +95,7 @@ def _reuse(request: Request, reused: Report | None) -> list[str]:
     ]
 
 
-def _describe(request: Request) -> dict[str, Any]:
+def _describe(request: Request, prediction: Prediction) -> dict[str, Any]:
     job, layout = request.job, request.layout
     plan = job.plan
     linears: dict[str, dict[str, Any]] = {
@@ -123,8 +124,8 @@ def _describe(request: Request) -> dict[str, Any]:
         "linears": {name: linears[name] for name in sorted(linears, key=natural_key)},
         "source_tensors": len(job.source.tensors),
         "outputs": sum(len(file.tensors) for file in layout.files),
-        "bytes_to_read": request.prediction.bytes_read,
-        "bytes_to_write": request.prediction.bytes_written,
+        "bytes_to_read": prediction.bytes_read,
+        "bytes_to_write": prediction.bytes_written,
         "files_to_write": [file.name for file in layout.files],
         "budgets": asdict(request.budgets),
         "schedule": asdict(request.schedule),

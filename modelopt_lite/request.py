@@ -162,9 +162,8 @@ class Request:
         self.budgets = read_budgets(given, job.device, self.target)
         self.schedule = make_schedule(job, self.budgets, self._foretell, stream=stream)
 
-    @property
     def prediction(self) -> Prediction:
-        """What the run takes, by the schedule."""
+        """Return what the run takes, by the schedule."""
         assert self._foretell is not None
         return self._foretell(budget=self.schedule.units, waiting=self.schedule.waiting)
 

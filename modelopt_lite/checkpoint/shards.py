@@ -19,6 +19,7 @@ from modelopt_lite.checkpoint.reader import SINGLE_FILE
 from modelopt_lite.errors import InternalError
 
 TensorPlan = tuple[str, torch.dtype, tuple[int, ...]]
+_Sized = tuple[str, torch.dtype, tuple[int, ...], int]  # with its bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class ShardFile:
 
     def header(self) -> bytes:
         """Return its first bytes, length included."""
-        return b"".join(_header((info.name, info.dtype, info.shape) for info in self.tensors))
+        tensors = ((info.name, info.dtype, info.shape, info.nbytes) for info in self.tensors)
+        return b"".join(_header(tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +77,19 @@ def plan_layout(tensors: Iterable[TensorPlan], max_shard_size: int) -> ShardLayo
         InternalError: No tensors, a name given twice, or a dtype that safetensors lacks.
     """
     seen: set[str] = set()
-    groups: list[list[TensorPlan]] = [[]]
+    groups: list[list[_Sized]] = [[]]
     filled = total_size = 0
-    for tensor in tensors:
-        name, dtype, _ = tensor
+    for name, dtype, shape in tensors:
         if name in seen or name == "__metadata__":
             raise InternalError(f"tensor {name!r} was planned twice or has a reserved name")
         if dtype not in DTYPE_NAMES:
             raise InternalError(f"tensor {name!r} has dtype {dtype}, which safetensors lacks")
         seen.add(name)
-        size = _nbytes(tensor)
+        size = prod(shape) * dtype.itemsize
         if groups[-1] and filled + size > max_shard_size:
             groups.append([])
             filled = 0
-        groups[-1].append(tensor)
+        groups[-1].append((name, dtype, shape, size))
         filled += size
         total_size += size
     if not seen:
@@ -101,29 +102,23 @@ def plan_layout(tensors: Iterable[TensorPlan], max_shard_size: int) -> ShardLayo
     return ShardLayout(files, total_size)
 
 
-def _plan_file(name: str, tensors: Sequence[TensorPlan]) -> ShardFile:
+def _plan_file(name: str, tensors: Sequence[_Sized]) -> ShardFile:
     ordered = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)  # stable
     position = sum(map(len, _header(ordered)))
     path = Path(name)  # one for all
     placed = []
-    for tensor in ordered:
-        end = position + _nbytes(tensor)
-        placed.append(TensorInfo(*tensor, path, position, end))
-        position = end
+    for tensor, dtype, shape, size in ordered:
+        placed.append(TensorInfo(tensor, dtype, shape, path, position, position + size))
+        position += size
     return ShardFile(name, tuple(placed), position)
 
 
-def _nbytes(tensor: TensorPlan) -> int:
-    return prod(tensor[2]) * tensor[1].itemsize
-
-
-def _header(tensors: Iterable[TensorPlan]) -> Iterable[bytes]:
+def _header(tensors: Iterable[_Sized]) -> Iterable[bytes]:
     """Yield the pieces of a file's first bytes: length, JSON text, and spaces to a whole word."""
     pieces = [b'{"__metadata__":{"format":"pt"}']
     offset = 0
-    for tensor in tensors:
-        name, dtype, shape = tensor
-        end = offset + _nbytes(tensor)
+    for name, dtype, shape, size in tensors:
+        end = offset + size
         sizes = ",".join(map(str, shape))
         pieces.append(
             f',{encode_basestring(name)}:{{"dtype":"{DTYPE_NAMES[dtype]}",'
