@@ -321,21 +321,18 @@ def measure_error(
         input_major: As for ``fmt.quantize``.
     """
     worst = torch.zeros((), dtype=torch.float32, device=w.device)
-    sums = torch.zeros(2, dtype=torch.float64, device=w.device)
+    error_sum = source_sum = 0.0
     for w_RK, parts in _matrices(w, tensors, input_major):
         for rows in row_chunks(w_RK):
             part = {k: v[rows] if v.ndim else v for k, v in parts.items()}
             source = w_RK[rows].float()
             bound = fmt.max_error(w_RK[rows], part, numerics=numerics)
             error = fmt.dequantize(part, torch.float32).sub_(source).abs_()
-            squares = (
-                torch.linalg.vector_norm(t, dtype=torch.float64) ** 2 for t in (error, source)
-            )
-            sums += torch.stack(list(squares))
+            error_sum += base.sum_of_squares(error)
+            source_sum += base.sum_of_squares(source)
             # The smallest divisor keeps 0 / 0 at 0 and lets any error where none is due stand out.
             ratio = error.div_(bound.clamp_min_(base.F32_TINY))
-            worst = torch.maximum(worst, ratio.max())
-    error_sum, source_sum = sums.tolist()
+            worst = torch.maximum(worst, ratio.amax())
     relative = (error_sum / source_sum) ** 0.5 if source_sum else error_sum**0.5
     return ErrorReport(worst=worst.item(), relative=relative)
 
