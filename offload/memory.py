@@ -8,6 +8,7 @@ import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGE = 1 << 20
+_TOP = 8 << 20
 _KERNEL_CACHE = "64"
 
 
@@ -20,7 +21,9 @@ def bound_caches() -> None:
 
     glibc serves activations from holes that earlier work left in its heap, and such pages stay in
     the process when they are freed: 100 MB more or less by chance. With the holes filled, blocks of
-    a megabyte or more are mapped, and go back to the system at once.
+    a megabyte or more are mapped, and go back to the system at once. Smaller ones at the heap's end
+    do when there are eight megabytes of them: the temporaries of one piece of a matrix, taken and
+    freed thousands of times, would else be new pages each time.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNEL_CACHE)
     os.environ.setdefault("LRU_CACHE_CAPACITY", _KERNEL_CACHE)
@@ -28,7 +31,7 @@ def bound_caches() -> None:
         libc.malloc_trim(0)
         _fill_holes(libc)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
-        libc.mallopt(_M_TRIM_THRESHOLD, _LARGE)
+        libc.mallopt(_M_TRIM_THRESHOLD, _TOP)
 
 
 def release_freed() -> None:

@@ -8,6 +8,8 @@ Source: OCP Microscaling Formats v1.0, section 5.3.3.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -69,13 +71,18 @@ def pack_signed(magnitude: Tensor, value: Tensor) -> Tensor:
 
 def decode(packed: Tensor) -> Tensor:
     """Return the values of packed codes: uint8 [..., P] to float32 [..., 2 P]; code 8 is -0.0."""
-    values = torch.tensor(MAGNITUDES, device=packed.device)
-    values = torch.cat([values, -values])
-    byte_pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
-    # One lookup fetches both values of a byte, as one 8-byte element.
-    table = byte_pairs.view(torch.int64).view(-1)
+    table = _byte_values(packed.device)
     pairs = torch.index_select(table, 0, packed.reshape(-1).int())
     return pairs.view(torch.float32).view(*packed.shape[:-1], packed.shape[-1] * 2)
+
+
+@functools.cache
+def _byte_values(device: torch.device) -> Tensor:
+    """The pair of values that each byte stands for, as one 8-byte element: int64 [256]."""
+    values = torch.tensor(MAGNITUDES)
+    values = torch.cat([values, -values])
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
+    return pairs.view(torch.int64).view(-1).to(device)
 
 
 def unpack(packed: Tensor) -> Tensor:

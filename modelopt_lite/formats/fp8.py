@@ -95,7 +95,11 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     for codes_RK, scale_part, out_RK in _matrices(codes, scale, out):
         for rows in row_chunks(codes_RK):
-            out_RK[rows].copy_(decode(codes_RK[rows]).mul_(_rows_of(scale_part, rows)))
+            value_RK, step = decode(codes_RK[rows]), _rows_of(scale_part, rows)
+            if dtype == torch.float32:
+                torch.mul(value_RK, step, out=out_RK[rows])
+            else:
+                out_RK[rows].copy_(value_RK.mul_(step))
     return out
 
 
@@ -120,9 +124,13 @@ def error_bound(w: Tensor, scale: Tensor, *, numerics: Numerics) -> Tensor:
     size = w.float().abs()
     narrow = numerics == "modelopt" and scale.ndim == 0
     extra = _QUOTIENT_ERROR.get(w.dtype, 0.0) if narrow else 0.0
-    floor = torch.minimum(size, _aligned(scale, w) * E4M3_ABSOLUTE_ERROR)
-    bound = torch.maximum(size * (E4M3_RELATIVE_ERROR * (1 + extra)), floor)
-    return bound.add_(size, alpha=extra).mul_(F32_SLACK)
+    step = _aligned(scale, w) * E4M3_ABSOLUTE_ERROR
+    # A tensor without axes takes `minimum` off its vectorized path.
+    floor = torch.minimum(size, step) if step.ndim else size.clamp(max=float(step))
+    bound = torch.maximum(size * (E4M3_RELATIVE_ERROR * (1 + extra)), floor, out=floor)
+    if extra:
+        bound.add_(size, alpha=extra)
+    return bound.mul_(F32_SLACK)
 
 
 def fake_quantize(x: Tensor, scale: Tensor) -> Tensor:

@@ -248,7 +248,7 @@ def measure_error(
         turned: As for ``fmt.dequantize``.
     """
     worst = torch.zeros((), dtype=torch.float32, device=w.device)
-    sums = torch.zeros(2, dtype=torch.float64, device=w.device)
+    error_sum = source_sum = 0.0
     codec = fmt.codec
     kept = {k: v for k, v in tensors.items() if k != "input_scale"}
     for w_RK, parts in _matrices(w, kept, turned):
@@ -257,14 +257,11 @@ def measure_error(
             source = w_RK[rows].float()
             bound = codec.max_error(w_RK[rows], part, numerics=numerics)
             error = codec.dequantize(part, torch.float32).sub_(source).abs_()
-            squares = (
-                torch.linalg.vector_norm(t, dtype=torch.float64) ** 2 for t in (error, source)
-            )
-            sums += torch.stack(list(squares))
+            error_sum += base.sum_of_squares(error)
+            source_sum += base.sum_of_squares(source)
             # The smallest divisor keeps 0 / 0 at 0 and lets any error where none is due stand out.
             ratio = error.div_(bound.clamp_min_(base.F32_TINY))
-            worst = torch.maximum(worst, ratio.max())
-    error_sum, source_sum = sums.tolist()
+            worst = torch.maximum(worst, ratio.amax())
     relative = (error_sum / source_sum) ** 0.5 if source_sum else error_sum**0.5
     return ErrorReport(worst=worst.item(), relative=relative)
 

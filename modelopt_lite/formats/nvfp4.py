@@ -132,7 +132,11 @@ def dequantize(
     out_NK = out.view(-1, block)
     for part in row_chunks(out_NK):
         step_N1 = fp8.decode(scale_N1[part]).mul_(scale_2)
-        out_NK[part].copy_(e2m1.decode(packed_NP[part]).mul_(step_N1))
+        value_NK = e2m1.decode(packed_NP[part])
+        if dtype == torch.float32:
+            torch.mul(value_NK, step_N1, out=out_NK[part])
+        else:
+            out_NK[part].copy_(value_NK.mul_(step_N1))
     return out
 
 
@@ -153,7 +157,8 @@ def error_bound(w_RK: Tensor, scale_2: Tensor, block: int = BLOCK) -> Tensor:
     small_N = torch.maximum(amax_N / E2M1_MAX + rounding, rounding * E2M1_MAX)
     normal_N = amax_N >= scale_2 * (E2M1_MAX * E4M3_MIN_NORMAL)
     bound_N = torch.where(normal_N, amax_N * _BLOCK_RELATIVE_ERROR, small_N)
-    bound = torch.minimum(size.view(-1, block), bound_N.unsqueeze(-1))
+    size_NK = size.view(-1, block)
+    bound = torch.minimum(size_NK, bound_N.unsqueeze(-1), out=size_NK)
     return bound.mul_(F32_SLACK).view(w_RK.shape)
 
 

@@ -26,7 +26,7 @@ _SCALE = re.compile(
 )
 _KV_SCALE = re.compile(r"(?P<module>.+)\.(?P<which>[kv])_scale")
 _KV_BIAS = re.compile(r".+\.[kv]_proj\.[kv]_bias")
-_CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 20  # stays in the cache between reading and looking
 
 
 @dataclass(slots=True)
@@ -194,7 +194,9 @@ def _attention(module: str) -> str:
 
 
 def chunks(info: TensorInfo) -> Iterator[Tensor]:
-    """Read a tensor as stored, in flat pieces of at most 16 MiB.
+    """Read a tensor as stored, in flat pieces of at most a mebibyte, one in memory at a time.
+
+    A piece is overwritten by the next.
 
     Raises:
         CheckpointError: The file cannot be read or is too short.
@@ -203,8 +205,9 @@ def chunks(info: TensorInfo) -> Iterator[Tensor]:
         with info.file.open("rb") as file:
             file.seek(info.start)
             left = info.end - info.start
+            data = memoryview(bytearray(min(left, _CHUNK_BYTES)))
             while left:
-                data = bytearray(min(left, _CHUNK_BYTES))
+                data = data[: min(left, len(data))]
                 if file.readinto(data) != len(data):
                     raise CheckpointError(f"{info.file}: ends inside of {info.name!r}")
                 left -= len(data)

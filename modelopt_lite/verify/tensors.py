@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,7 +102,7 @@ def _names(module: Module) -> str:
 
 
 def check_values(export: Export) -> Iterator[Finding]:
-    """Scan every tensor, 16 MiB at a time.
+    """Scan every tensor, a mebibyte at a time.
 
     Rules: ``value-finite``, ``weight-nan``, ``scale-value``.
     """
@@ -109,19 +110,19 @@ def check_values(export: Export) -> Iterator[Finding]:
     scales.update(scale.tensor.name for scale in export.kv_scales)
     for name, info in export.tensors.items():
         if name in scales:
-            if bad := _first_bad(info, _bad_scale):
+            if bad := _first_bad(info, _scales(info.dtype)):
                 yield Finding(
                     "scale-value",
                     f"{info.file}: {name!r} holds {bad}; every scale must be finite and above 0, "
                     "export again",
                 )
         elif info.dtype == torch.float8_e4m3fn:
-            if _first_bad(info, _nan_codes):
+            if _first_bad(info, _finite(info.dtype)):
                 yield Finding(
                     "weight-nan",
                     f"{info.file}: {name!r} holds a NaN code (0x7f or 0xff); export again",
                 )
-        elif info.dtype.is_floating_point and (bad := _first_bad(info, _not_finite)):
+        elif info.dtype.is_floating_point and (bad := _first_bad(info, _finite(info.dtype))):
             yield Finding(
                 "value-finite",
                 f"{info.file}: {name!r} holds {bad}; repair the source, or export again if it is "
@@ -129,31 +130,44 @@ def check_values(export: Export) -> Iterator[Finding]:
             )
 
 
-def _first_bad(info: TensorInfo, test: Callable[[Tensor], Tensor]) -> str | None:
-    """Return the first value that a test marks, as text; None if there is none."""
+class _Range(NamedTuple):
+    """What values may be: ``key`` turns a piece of a tensor into numbers from ``low`` to ``high``.
+
+    A NaN is out of every range.
+    """
+
+    key: Callable[[Tensor], Tensor]
+    low: float
+    high: float
+
+
+def _first_bad(info: TensorInfo, allowed: _Range) -> str | None:
+    """Return the first value that is out of its range, as text; None if there is none."""
     for part in chunks(info):
-        marked = test(part)
-        if bool(marked.any()):
-            value = part[int(marked.int().argmax())]
-            if value.dtype == torch.uint8:
-                return f"the byte {int(value)}"
-            return f"{float(value)}"
+        numbers = allowed.key(part)
+        # One pass; only where it finds something do slower ones look for the place.
+        low, high = torch.aminmax(numbers)
+        if low >= allowed.low and high <= allowed.high:
+            continue
+        fits = (numbers >= allowed.low) & (numbers <= allowed.high)
+        value = part[int(fits.int().argmin())]
+        if value.dtype == torch.uint8:
+            return f"the byte {int(value)}"
+        return f"{float(value)}"
     return None
 
 
-def _bad_scale(part: Tensor) -> Tensor:
-    if part.dtype == torch.uint8:  # E8M0: 2**(byte - 127), 255 is NaN
-        return part == 255
-    if part.dtype in PACKED_DTYPES:
-        part = part.view(torch.uint8)
-        return ((part & 0x7F) == 0x7F) | (part == 0) | (part >= 0x80)
-    value = part.float()
-    return ~(value.isfinite() & (value > 0))
+def _scales(dtype: torch.dtype) -> _Range:
+    """Finite and above 0."""
+    if dtype == torch.uint8:  # E8M0: 2**(byte - 127), 255 is NaN
+        return _Range(lambda part: part, 0, 254)
+    if dtype in PACKED_DTYPES:
+        return _Range(lambda part: part.view(torch.uint8), 0x01, 0x7E)
+    return _Range(lambda part: part.float(), 2.0**-149, torch.finfo(torch.float32).max)
 
 
-def _nan_codes(part: Tensor) -> Tensor:
-    return (part.view(torch.uint8) & 0x7F) == 0x7F
-
-
-def _not_finite(part: Tensor) -> Tensor:
-    return ~(part if part.itemsize > 1 else part.float()).isfinite()
+def _finite(dtype: torch.dtype) -> _Range:
+    if dtype == torch.float8_e4m3fn:
+        return _Range(lambda part: part.view(torch.uint8) & 0x7F, 0x00, 0x7E)
+    largest = torch.finfo(dtype).max
+    return _Range(lambda part: part if part.itemsize > 1 else part.float(), -largest, largest)
