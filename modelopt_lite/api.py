@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from modelopt_lite.budgets import Size, read_budgets, unit_budget
+from modelopt_lite.budgets import Size, make_outlook, read_budgets, unit_budget
 from modelopt_lite.calibrate.data import CalibData, load_calibration_data
 from modelopt_lite.checkpoint.shards import ShardLayout
 from modelopt_lite.checkpoint.writer import parse_size
@@ -152,18 +152,13 @@ def quantize_and_export(
     check_free_space(target, layout.total_bytes + job.sidecar_bytes())
     sizes = {"host_memory": host_memory, "device_memory": device_memory}
     budgets = read_budgets({**sizes, "disk_scratch": disk_scratch}, job.device, target)
-    stream = offload != "none"
-    least = predict(
-        job,
-        layout,
-        batch_shapes(data),
-        budget=0 if stream else None,
-        all_experts=moe_calibrate_all_experts,
-    )
+    shapes, stream = batch_shapes(data), offload != "none"
+    least = predict(job, layout, shapes, stream=stream, all_experts=moe_calibrate_all_experts)
     budget, predicted = unit_budget(job, budgets, least, stream=stream)
     report = Report(str(target), chosen.name, job.model_type, details=details)
     report.predicted_memory_bytes = predicted.host_peak
-    with torch.random.fork_rng(devices=[]), make_progress(progress) as tell:
+    outlook = make_outlook(job, predicted, budgets, shapes)
+    with torch.random.fork_rng(devices=[]), make_progress(progress, outlook) as tell:
         torch.manual_seed(seed)
         with staged(target, overwrite=overwrite) as work:
             run = Run(job, data, report, verify, tell)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from modelopt_lite.job import Job
 from modelopt_lite.offload.config_sources import ENV_PREFIX
 from modelopt_lite.offload.device import current_device
 from modelopt_lite.offload.hostmemory import host_memory
-from modelopt_lite.predict import Prediction
+from modelopt_lite.predict import Batch, Prediction
+from modelopt_lite.progress import Outlook
 
 Size = str | int | float
 _FRACTION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*|\s*(0?\.\d+)\s*", re.ASCII)
@@ -88,6 +90,20 @@ def unit_budget(
     if spare:
         budget = least.work["weights"] + max(min(spare), 0)
     return budget, least.with_units(job, budget)
+
+
+def make_outlook(
+    job: Job, predicted: Prediction, budgets: Budgets, batches: Sequence[Batch]
+) -> Outlook:
+    """Return what a display of the run's progress shows beside what has been done."""
+    on_host, device = predicted.on_host, job.device
+    return Outlook(
+        tokens=sum(map(math.prod, batches)),
+        bytes_to_read=predicted.bytes_read,
+        host_budget=budgets.host or predicted.host_peak,
+        device_budget=budgets.device or predicted.device_peak,
+        device_used=None if on_host else lambda: torch.accelerator.memory_allocated(device),
+    )
 
 
 def read_budgets(given: Mapping[str, Size | None], device: torch.device, folder: Path) -> Budgets:

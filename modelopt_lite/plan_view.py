@@ -53,7 +53,7 @@ def describe_plan(
     linears |= {name: {"excluded": reason} for name, reason in plan.excluded.items()}
     needs_data = plan.needs_calibration
     budgets = budgets or Budgets()
-    prediction = predict(job, layout, batches if needs_data else (), budget=0)
+    prediction = predict(job, layout, batches if needs_data else ())
     problems: list[str] = []
     try:
         _, prediction = unit_budget(job, budgets, prediction, stream=True)

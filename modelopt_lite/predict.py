@@ -21,7 +21,6 @@ from modelopt_lite.checkpoint.dequant import DequantizedSource
 from modelopt_lite.checkpoint.shards import ShardLayout
 from modelopt_lite.export.modelopt import config_texts
 from modelopt_lite.job import Job, collector_paused
-from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.stream import expected_order
 from modelopt_lite.offload.units import Unit, output_head
 
@@ -79,7 +78,7 @@ class Prediction:
         """Return the prediction for another budget of units; the rest does not depend on it."""
         if "waiting activations" not in self.work:
             return self
-        return replace(self, work={**self.work, "weights": _weights(job, job.store(), budget)})
+        return replace(self, work={**self.work, "weights": _weights(job, budget)})
 
     def to_json(
         self, read_bandwidth: int = BANDWIDTH, write_bandwidth: int = BANDWIDTH
@@ -122,23 +121,23 @@ def predict(
     layout: ShardLayout,
     batches: Sequence[Batch],
     *,
-    budget: int | None,
+    stream: bool = True,
     all_experts: bool = False,
 ) -> Prediction:
-    """Foretell a run from shapes alone.
+    """Foretell, from shapes alone, a run that reads nothing ahead.
 
     Args:
         job: The run; its process is taken to be this one, as it is now.
         layout: What it writes.
         batches: What it calibrates with; empty where it needs no data.
-        budget: Bytes of units in memory at a time; None: all of them.
+        stream: Units come in as they are needed; else all are in memory.
         all_experts: Every expert sees every token.
     """
-    store, shapes = job.store(), _Shapes(job, all_experts)
+    shapes = _Shapes(job, all_experts)
     on_host = job.device.type == "cpu"
     outputs = sum(len(file.tensors) for file in layout.files)
     work = {
-        "weights": _weights(job, store, budget) if batches else _weights_without_data(job),
+        "weights": _weights(job, 0 if stream else None) if batches else _weights_without_data(job),
         "quantizing": _SCRATCH if on_host else _DEVICE_SCRATCH,
         "results to be written": _queued(job),
     }
@@ -228,10 +227,9 @@ def _first(config: Any, *names: str) -> int:
     return next((v for n in names if (v := getattr(config, n, None)) is not None), 0)
 
 
-def _weights(job: Job, store: WeightStore, budget: int | None) -> int:
+def _weights(job: Job, budget: int | None) -> int:
     """The most bytes of units at a time, with values that the model holds in another form."""
-    units = _streamed(job)
-    tensors = job.source.tensors
+    units, store, tensors = _streamed(job), job.store(), job.source.tensors
     sizes = [
         store.bytes_of(unit) + sum(tensors[name].nbytes for name in store.kept_apart(unit))
         for unit in units

@@ -35,8 +35,9 @@ def job_of(folder: Path, recipe: str = "fp8", **fields: Any) -> Job:
     )
 
 
-def foretell(job: Job, batches: list[Batch], *, budget: int | None) -> Prediction:
-    return predict(job, job.layout(10**10), batches, budget=budget)
+def foretell(job: Job, batches: list[Batch], *, budget: int | None = 0) -> Prediction:
+    foretold = predict(job, job.layout(10**10), batches, stream=budget is not None)
+    return foretold.with_units(job, budget) if budget else foretold
 
 
 def budgets(**given: Any) -> Budgets:
@@ -75,8 +76,7 @@ def test_waiting_activations_grow_with_all_tokens_running_ones_with_a_batch(
 ) -> None:
     job = job_of(checkpoint("llama"))
     one, four, wide = (
-        foretell(job, batches, budget=1).work
-        for batches in ([(2, 16)], [(2, 16)] * 4, [(8, 16), (1, 16)])
+        foretell(job, batches).work for batches in ([(2, 16)], [(2, 16)] * 4, [(8, 16), (1, 16)])
     )
     hidden, width = 32, 64
     assert one["waiting activations"] == 2 * hidden * 2 * (2 * 16)
@@ -138,7 +138,7 @@ def test_no_size(given: Any) -> None:
 
 def test_the_smallest_budget_is_named_and_suffices(checkpoint: MakeCheckpoint) -> None:
     job = job_of(checkpoint("llama"))
-    least = foretell(job, [(2, 16)], budget=1)
+    least = foretell(job, [(2, 16)])
     for name, need in (("host", least.host_peak), ("device", least.work_peak)):
         with pytest.raises(RecipeError, match=f"{name}_memory is {need - 1:,} .* {need:,} "):
             unit_budget(job, Budgets(**{name: need - 1}), least, stream=True)
@@ -148,7 +148,7 @@ def test_the_smallest_budget_is_named_and_suffices(checkpoint: MakeCheckpoint) -
 
 def test_memory_to_spare_is_for_reading_ahead(checkpoint: MakeCheckpoint) -> None:
     job = job_of(checkpoint("llama"))
-    least = foretell(job, [(2, 16)], budget=1)
+    least = foretell(job, [(2, 16)])
     spare = 10**6
     allowed = Budgets(device=int((least.work_peak + spare) / 0.9) + 1)
     units, foretold = unit_budget(job, allowed, least, stream=True)
