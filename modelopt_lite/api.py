@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from modelopt_lite.budgets import Size
+from modelopt_lite.budgets import Size, make_outlook
 from modelopt_lite.calibrate.data import CalibData
 from modelopt_lite.errors import DegradedError
 from modelopt_lite.formats.base import Numerics
@@ -145,8 +145,10 @@ def _run(request: Request) -> Report:
     job, options, target = request.job, request.options, request.target
     recipe = job.plan.recipe.name
     report = Report(str(target), recipe, job.model_type, details=request.details)
-    report.predicted_memory_bytes = request.prediction().host_peak
-    with torch.random.fork_rng(devices=[]), make_progress(options.progress) as tell:
+    predicted = request.prediction()
+    report.predicted_memory_bytes = predicted.host_peak
+    outlook = make_outlook(job, predicted, request.budgets, request.data)
+    with torch.random.fork_rng(devices=[]), make_progress(options.progress, outlook) as tell:
         torch.manual_seed(options.seed)
         with staged(target, overwrite=options.overwrite, resume=options.resume) as work:
             run = Run(job, request.data, report, options.verify, tell)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from modelopt_lite.calibrate.data import CalibrationData
 from modelopt_lite.checkpoint.writer import parse_size
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.job import Job
@@ -18,6 +19,7 @@ from modelopt_lite.offload.config_sources import ENV_PREFIX
 from modelopt_lite.offload.device import current_device
 from modelopt_lite.offload.hostmemory import host_memory
 from modelopt_lite.predict import Prediction
+from modelopt_lite.progress import Outlook
 
 Size = str | int | float
 SIZES = ("host_memory", "device_memory", "disk_scratch")
@@ -142,6 +144,20 @@ def _filled(job: Job, budgets: Budgets, schedule: Schedule, least: Prediction) -
     if not spare:
         return replace(schedule, units=job.unit_bytes()[1])
     return replace(schedule, units=int(least.work["weights"]) + max(min(spare), 0))
+
+
+def make_outlook(
+    job: Job, predicted: Prediction, budgets: Budgets, data: CalibrationData | None
+) -> Outlook:
+    """Return what a display of the run's progress shows beside what has been done."""
+    on_host, device = predicted.on_host, job.device
+    return Outlook(
+        tokens=data.tokens if data else 0,
+        bytes_to_read=predicted.bytes_read,
+        host_budget=budgets.host or predicted.host_peak,
+        device_budget=budgets.device or predicted.device_peak,
+        device_used=None if on_host else lambda: torch.accelerator.memory_allocated(device),
+    )
 
 
 def read_budgets(given: Mapping[str, Size | None], device: torch.device, folder: Path) -> Budgets:
