@@ -103,14 +103,15 @@ def _describe(request: Request) -> dict[str, Any]:
         },
         "linears": {name: linears[name] for name in sorted(linears, key=natural_key)},
         "source_tensors": len(job.source.tensors),
-        "outputs": len(plan.outputs),
+        "dialects": [p.dialect.name for p in job.plans.values()],
+        "outputs": sum(len(p.outputs) for p in job.plans.values()),
         "bytes_to_read": job.source.total_bytes,
         "bytes_to_write": request.bytes_to_write,
-        "files_to_write": [file.name for file in layout.files],
+        "files_to_write": list(layout.paths),
         "memory_estimate": request.memory_estimate(),
         "device": str(job.device),
         "units": _units(request),
-        "notes": [*plan.fallbacks, *plan.notes],
+        "notes": [*plan.fallbacks, *dict.fromkeys(n for p in job.plans.values() for n in p.notes)],
     }
 
 

@@ -37,6 +37,7 @@ LAYERS = (
     ("recipes",),
     ("output",),
     ("checkpoint",),
+    ("dialects",),
     ("formats",),
     ("models",),
     ("progress", "report"),
