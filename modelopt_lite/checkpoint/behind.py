@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-
 _LIMIT = 64 << 20
 Task = Callable[[], None]
 Ticket = threading.Event

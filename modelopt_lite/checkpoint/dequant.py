@@ -136,8 +136,9 @@ class DequantizedSource:
         for name in self.dropped:
             if (match := _INPUT_SCALE.search(name)) and self.base.tensors[name].numel == 1:
                 value = self.base.read(name).float().reshape(())
-                stored_inverse = match[1] == "input_global_scale"
-                scales[name[: match.start()]] = float(value.reciprocal() if stored_inverse else value)
+                if match[1] == "input_global_scale":  # one over the scale
+                    value = value.reciprocal()
+                scales[name[: match.start()]] = float(value)
         return scales
 
     def fingerprint(self) -> str:

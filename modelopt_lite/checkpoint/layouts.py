@@ -61,7 +61,7 @@ class Encoded:
     """How one presented tensor is stored.
 
     Attributes:
-        format: ``fp8_block``, ``mxfp4_blocks``, ``integers``, or a key of ``formats.linear.FORMATS``.
+        format: ``fp8_block``, ``mxfp4_blocks``, ``integers``, or a key of ``FORMATS``.
         codes: Name on disk of the codes.
         scales: Names on disk of the scales, the block or row scale first.
         block: Rows and columns per scale; only ``fp8_block`` has them.

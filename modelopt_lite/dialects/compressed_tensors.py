@@ -24,7 +24,8 @@ from modelopt_lite.formats.codecs import fp8 as fp8_codecs
 from modelopt_lite.formats.codecs import integer as integer_codecs
 from modelopt_lite.formats.linear import LinearFormat
 
-_MIXED = "mixed-precision"
+MIXED_FORMATS = "mixed-precision"
+STATUS = "compressed"
 _RECIPROCAL = frozenset({"weight_scale_2", "input_scale"})
 
 
@@ -39,9 +40,11 @@ class CompressedTensors(Dialect):
     }
 
     def scale_dtype_for(self, model_dtype: torch.dtype) -> torch.dtype:
+        """See `Dialect.scale_dtype_for`."""
         return model_dtype if model_dtype.itemsize == 2 else torch.float32
 
     def problem(self, fmt: LinearFormat, shape: tuple[int, ...]) -> str | None:
+        """See `Dialect.problem`."""
         if len(shape) == 3:
             return "it holds matrices alone, and these experts are one tensor of the source"
         layout = layout_of(fmt)
@@ -56,6 +59,7 @@ class CompressedTensors(Dialect):
         return None
 
     def cache_problem(self, cache: CacheFormat) -> str | None:
+        """See `Dialect.cache_problem`."""
         if cache.algo != "FP8" or cache.affine:
             return f"its kv_cache_scheme is FP8 with a scale, and {cache.name!r} is another format"
         if not cache.scaled:
@@ -65,6 +69,7 @@ class CompressedTensors(Dialect):
     def tensors(
         self, fmt: LinearFormat, parts: Sequence[TensorSpec], shape: tuple[int, ...]
     ) -> tuple[TensorSpec, ...]:
+        """See `Dialect.tensors`."""
         layout = _layout(fmt)
         stored = []
         for part in parts:
@@ -80,6 +85,7 @@ class CompressedTensors(Dialect):
     def encode(
         self, fmt: LinearFormat, parts: Mapping[str, Tensor], shape: tuple[int, ...]
     ) -> dict[str, Tensor]:
+        """See `Dialect.encode`."""
         layout = _layout(fmt)
         stored = {}
         for part, value in parts.items():
@@ -96,6 +102,7 @@ class CompressedTensors(Dialect):
         return stored
 
     def decode(self, fmt: LinearFormat, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Dialect.decode`."""
         layout = _layout(fmt)
         parts = dict(stored)
         parts.pop("weight_shape", None)
@@ -121,24 +128,27 @@ class CompressedTensors(Dialect):
     def decoded_shape(
         self, fmt: LinearFormat, codes: tuple[int, ...], *, stacked_input_major: bool
     ) -> tuple[int, ...]:
+        """See `Dialect.decoded_shape`."""
         layout = layout_of(fmt)
         if layout is not None and layout.in_words:
             return (*codes[:-1], codes[-1] * (packed.WORD // layout.bits))
         return fmt.decoded_shape(codes, stacked_input_major=stacked_input_major)
 
     def code_dtype(self, fmt: LinearFormat) -> torch.dtype:
+        """See `Dialect.code_dtype`."""
         layout = layout_of(fmt)
         return torch.int32 if layout and layout.in_words else fmt.codec.code_dtype
 
     def cache_scales(self, key: str, value: str) -> tuple[str, str]:
-        return tuple(  # type: ignore[return-value]
-            f"{name.rpartition('.')[0]}.{letter}_scale" for name, letter in ((key, "k"), (value, "v"))
-        )
+        """See `Dialect.cache_scales`."""
+        return f"{_parent(key)}.k_scale", f"{_parent(value)}.v_scale"
 
     def scalar_shape(self) -> tuple[int, ...]:
+        """See `Dialect.scalar_shape`."""
         return (1,)
 
     def quantization_config(self, contents: Contents) -> dict[str, Any]:
+        """See `Dialect.quantization_config`."""
         formats = contents.distinct
         groups = {
             f"group_{index}": {
@@ -157,16 +167,21 @@ class CompressedTensors(Dialect):
             cache |= {"dynamic": False, "symmetric": True}
         return {
             "config_groups": groups,
-            "format": kinds.pop() if len(kinds) == 1 else _MIXED if kinds else "dense",
+            "format": kinds.pop() if len(kinds) == 1 else MIXED_FORMATS if kinds else "dense",
             "global_compression_ratio": None,
             "ignore": ignore,
             "kv_cache_scheme": cache,
             "quant_method": self.name,
-            "quantization_status": "compressed",
+            "quantization_status": STATUS,
         }
 
     def stated(self, section: Mapping[str, Any]) -> Schemes:
+        """See `Dialect.stated`."""
         return Schemes.of(section)
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
 
 
 def _layout(fmt: LinearFormat) -> Layout:

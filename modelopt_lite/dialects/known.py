@@ -23,12 +23,15 @@ def dialect_names(asked: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
         RecipeError: A name that is none, one given twice, or no name at all.
     """
-    names = tuple(DIALECTS) if asked == BOTH else (asked,) if isinstance(asked, str) else tuple(asked)
+    names = (asked,) if isinstance(asked, str) else tuple(asked)
+    if names == (BOTH,):
+        names = tuple(DIALECTS)
     for name in names:
         if name not in DIALECTS:
             near = difflib.get_close_matches(str(name), (*DIALECTS, BOTH), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise RecipeError(f"unknown dialect {name!r}{hint}; known: {', '.join(DIALECTS)}, {BOTH}")
+            known = ", ".join((*DIALECTS, BOTH))
+            raise RecipeError(f"unknown dialect {name!r}{hint}; known: {known}")
     if len(set(names)) != len(names) or not names:
         raise RecipeError(f"dialect is {asked!r}; give each dialect once, and at least one")
     return names

@@ -34,22 +34,27 @@ class ModelOpt(Dialect):
     extra_files = (QUANT_CONFIG_FILE,)
 
     def problem(self, fmt: LinearFormat, shape: tuple[int, ...]) -> str | None:
+        """See `Dialect.problem`."""
         return None
 
     def cache_problem(self, cache: CacheFormat) -> str | None:
+        """See `Dialect.cache_problem`."""
         return None
 
     def tensors(
         self, fmt: LinearFormat, parts: Sequence[TensorSpec], shape: tuple[int, ...]
     ) -> tuple[TensorSpec, ...]:
+        """See `Dialect.tensors`."""
         return tuple(parts)
 
     def encode(
         self, fmt: LinearFormat, parts: Mapping[str, Tensor], shape: tuple[int, ...]
     ) -> dict[str, Tensor]:
+        """See `Dialect.encode`."""
         return dict(parts)
 
     def decode(self, fmt: LinearFormat, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Dialect.decode`."""
         scalars = {"weight_scale_2", "input_scale"}
         if fmt.group_size is None and stored["weight_scale"].numel() == 1:
             scalars.add("weight_scale")
@@ -58,18 +63,23 @@ class ModelOpt(Dialect):
     def decoded_shape(
         self, fmt: LinearFormat, codes: tuple[int, ...], *, stacked_input_major: bool
     ) -> tuple[int, ...]:
+        """See `Dialect.decoded_shape`."""
         return fmt.decoded_shape(codes, stacked_input_major=stacked_input_major)
 
     def code_dtype(self, fmt: LinearFormat) -> torch.dtype:
+        """See `Dialect.code_dtype`."""
         return fmt.codec.code_dtype
 
     def cache_scales(self, key: str, value: str) -> tuple[str, str]:
+        """See `Dialect.cache_scales`."""
         return f"{key}.k_scale", f"{value}.v_scale"
 
     def scalar_shape(self) -> tuple[int, ...]:
+        """See `Dialect.scalar_shape`."""
         return ()
 
     def quantization_config(self, contents: Contents) -> dict[str, Any]:
+        """See `Dialect.quantization_config`."""
         formats = contents.distinct
         section: dict[str, Any] = {}
         if groups := _config_groups(contents):
@@ -88,9 +98,11 @@ class ModelOpt(Dialect):
         return section
 
     def extra_configs(self, contents: Contents) -> dict[str, dict[str, Any]]:
+        """See `Dialect.extra_configs`."""
         return {QUANT_CONFIG_FILE: _nested_config(contents)}
 
     def stated(self, section: Mapping[str, Any]) -> Declared:
+        """See `Dialect.stated`."""
         return Declared.of(section)
 
 

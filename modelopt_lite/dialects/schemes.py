@@ -47,9 +47,7 @@ class Layout:
 
 
 _LAYOUTS: dict[Codec, Layout] = {
-    fp8.PER_TENSOR: Layout(
-        format="float-quantized", bits=8, arguments={"strategy": "tensor"}
-    ),
+    fp8.PER_TENSOR: Layout(format="float-quantized", bits=8, arguments={"strategy": "tensor"}),
     fp8.PER_ROW: Layout(format="float-quantized", bits=8, arguments={"strategy": "channel"}),
     fp8.BLOCKS: Layout(
         format="float-quantized",
@@ -215,8 +213,8 @@ class Schemes:
         for scheme in self.schemes:
             if any(names(target, module) for target in scheme.targets):
                 return scheme
-        classes = (s for s in self.schemes if any(target.isidentifier() for target in s.targets))
-        return next(classes, None)
+        of_class = (s for s in self.schemes if any(t[:1].isupper() for t in s.targets))
+        return next(of_class, None)
 
     def ignores(self, module: str) -> bool:
         """Return whether the config leaves a module as it is."""

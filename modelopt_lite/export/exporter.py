@@ -151,15 +151,15 @@ class Exporter:
     def export_rest(self, units: Sequence[Unit]) -> None:
         """Write what no forward pass brought in: units that did not run, and foreign tensors."""
         for unit in units:
-            last = self._destinations[-1].matrices.get(unit.name, [])
-            missing = [m for m in last if not self._is_written(m)]
+            matrices = self._destinations[-1].matrices.get(unit.name, [])
+            missing = [m for m in matrices if not self._is_written(m)]
             if missing:
                 names = dict.fromkeys(m.source for m in missing)
                 sources = {name: self._source.read(name) for name in names}
                 self.export(unit, sources, check_finite(sources))
         for to in self._destinations:
-            for matrices in to.scaled.values():
-                lacking = [m for m in matrices if not self._has_input_scale(to, m)]
+            for scaled in to.scaled.values():
+                lacking = [m for m in scaled if not self._has_input_scale(to, m)]
                 self._export_input_scales(to, lacking)
         last = self._destinations[-1]
         for copies in self._copies.values():

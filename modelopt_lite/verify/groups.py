@@ -67,14 +67,14 @@ def _check_group(export: Export, members: list[Module]) -> Iterator[Finding]:
             )
 
 
-def check_listed(export: Export) -> Iterator[Finding]:
+def check_listed(export: Export, config: QuantConfig) -> Iterator[Finding]:
     """Rule ``mixed-layers``: where there are several formats, every packed module states its own.
 
     Engines leave what is not listed unquantized, and look for codes where something is.
     """
     if export.algo != MIXED:
         return
-    listed = set(export.declared.layers or {})
+    listed = set(config.declared.layers or {})
     packed = {module.name for module in export.packed()}
     for names, what in (
         (packed - listed, "is packed, and quantized_layers does not list it"),
