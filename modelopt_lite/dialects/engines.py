@@ -8,12 +8,13 @@ run: see docs/clients.md. What none of these says is not known, and does not cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from modelopt_lite.dialects.compressed_tensors import CompressedTensors
 from modelopt_lite.dialects.modelopt import ModelOpt
+from modelopt_lite.formats import nvfp4
 from modelopt_lite.formats.linear import FORMATS, LinearFormat
 
 ENGINES = ("vLLM", "SGLang", "TensorRT-LLM", "transformers")
@@ -62,18 +63,30 @@ _REFUSING: Mapping[tuple[str, str], str] = {
     (ModelOpt.name, "SGLang"): "no method belongs to quant_algo {algo}",
     (ModelOpt.name, "transformers"): "no quantizer belongs to quant_method modelopt",
 }
+# The reader that joins experts, and what it can join.
+_JOINING = (CompressedTensors.name, "transformers")
+_JOINED = ("int4_weight_only", "int8_weight_only")
 # Where the name of a format is known and its blocks are not.
 _BLOCKS = "blocks of NVFP4 have 16 elements, not {block}"
-_BLOCKS_OF_32 = {"w4a16_nvfp4_32", "w4a8_nvfp4_fp8"}
 
 
-def verdict(engine: str, dialect: str, fmt: LinearFormat) -> Verdict:
-    """Return what an engine does with a format in a dialect, linear layers alone."""
+def verdict(engine: str, dialect: str, fmt: LinearFormat, *, experts: bool = False) -> Verdict:
+    """Return what an engine does with a format in a dialect.
+
+    Args:
+        engine: One of ``ENGINES``.
+        dialect: Name of the dialect.
+        fmt: The format.
+        experts: The model has experts in that format, not only linear layers.
+    """
+    if experts and (dialect, engine) == _JOINING and fmt.name not in _JOINED:
+        return Verdict("refused", "transformers 5 joins experts, and decompresses words alone")
     if fmt.name in _LOADED.get((dialect, engine), ()):
         return _LOADS
     if (rule := _REFUSING.get((dialect, engine))) is None:
         return _UNKNOWN
-    if fmt.name in _BLOCKS_OF_32 and fmt.quant_algo in {f.quant_algo for f in _named(_NVFP4)}:
+    known = {FORMATS[name].quant_algo for name in _NVFP4}
+    if "{algo}" in rule and fmt.quant_algo in known and fmt.group_size != nvfp4.BLOCK:
         rule = _BLOCKS
     return Verdict("refused", rule.format(algo=fmt.quant_algo, block=fmt.group_size))
 
@@ -81,7 +94,3 @@ def verdict(engine: str, dialect: str, fmt: LinearFormat) -> Verdict:
 def loading(dialect: str, fmt: LinearFormat) -> list[str]:
     """Return the engines that are known to load a format in a dialect."""
     return [e for e in ENGINES if verdict(e, dialect, fmt).answer == "loads"]
-
-
-def _named(names: tuple[str, ...]) -> Iterator[LinearFormat]:
-    return (FORMATS[name] for name in names)

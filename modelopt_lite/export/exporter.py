@@ -174,10 +174,9 @@ class Exporter:
         for matrix in matrices:
             fmt = FORMATS[matrix.format]
             scale = fmt.input_scale(self.input_amax[str(matrix.input_group)])
-            scale = rounded_up(scale, to.plan.dialect.scale_dtype)
             stored = to.plan.dialect.encode(fmt, {"input_scale": scale}, matrix.shape)
             for suffix, output in to.input_outputs(matrix).items():
-                self._write(to, output, stored[suffix])
+                self._write(to, output, rounded_up(stored[suffix], output.dtype))
 
     def _is_written(self, matrix: Matrix) -> bool:
         to = self._destinations[-1]  # of several, the last that is written to

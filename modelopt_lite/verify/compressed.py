@@ -47,8 +47,8 @@ def check_schemes(export: Export, stated: Schemes) -> Iterator[Finding]:
         if scheme is None or scheme.known is None:
             yield Finding(
                 "config-groups",
-                f"{export.folder}: {module.name!r} is packed, and no group of config.json describes "
-                "it as a format that is known here; export again",
+                f"{export.folder}: {module.name!r} is packed, and no group of config.json has "
+                "a known format for it; export again",
             )
         if stated.ignores(module.name):
             yield Finding(
