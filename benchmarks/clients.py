@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from client_sources import read_back
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
@@ -234,7 +235,7 @@ def answers() -> str:
     return f"{table(('preset', 'dialect', *ENGINES), rows)}\n\n{listed}"
 
 
-def document(found: list[Outcome]) -> str:
+def document(found: list[Outcome], sources: list[tuple[str, str, str]]) -> str:
     """Return the text of docs/clients.md."""
     import compressed_tensors
     import transformers
@@ -267,6 +268,13 @@ is the difference of the mean log-probability of 256 tokens, with inputs rounded
 `evaluate`, which computes quotients in float32 where transformers does in bfloat16; at most {NATS}.
 
 {table(titles, [o.cells for o in found])}
+
+## Read: what compressed-tensors writes
+
+A matrix [128, 256] compressed by the package itself, by its own presets, and read by this one:
+compared bit for bit with what the package decompresses it to.
+
+{table(("preset", "format", "values"), [*sources])}
 """
 
 
@@ -279,10 +287,11 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        found = list(outcomes(Path(folder)))
-    args.out.write_text(document(found), encoding="utf-8")
-    if bad := [o for o in found if not o.good]:
-        sys.exit("\n".join(" | ".join(o.cells) for o in bad))
+        found, sources = list(outcomes(Path(folder))), list(read_back())
+    args.out.write_text(document(found, sources), encoding="utf-8")
+    bad = [o.cells for o in found if not o.good] + [s for s in sources if s[-1] != "equal"]
+    if bad:
+        sys.exit("\n".join(" | ".join(cells) for cells in bad))
 
 
 if __name__ == "__main__":
