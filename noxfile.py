@@ -93,6 +93,13 @@ def quickstart(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def clients(session: nox.Session) -> None:
+    """Load every compressed-tensors export with transformers, and write docs/clients.md."""
+    install(session, ".", *group("clients"))
+    session.run("python", "benchmarks/clients.py", *session.posargs, env=PASSIVE)
+
+
+@nox.session(default=False)
 def real(session: nox.Session) -> None:
     """Quantize a real model of 135M parameters and measure its perplexity before and after."""
     install(session, ".", *group("real"))

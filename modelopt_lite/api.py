@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +36,7 @@ def quantize_and_export(
     calib_size: int = 512,
     calib_seq_len: int = 512,
     batch_size: int | None = None,
-    dialect: str = "modelopt",
+    dialect: str | Sequence[str] = "modelopt",
     numerics: Numerics = "exact",
     offload: Literal["auto", "none"] = "auto",
     device: str | torch.device | None = None,
@@ -67,7 +68,8 @@ def quantize_and_export(
         calib_size: The most sequences that are taken from text.
         calib_seq_len: Their length in tokens.
         batch_size: Sequences a batch; default 8.
-        dialect: Names and config files of the export: "modelopt".
+        dialect: Names, shapes and config files of the export: "modelopt"; "compressed-tensors";
+            or several or "both" of one run, each in a folder of its name below ``export_dir``.
         numerics: "exact"; or "modelopt" for the bytes of NVIDIA Model Optimizer 0.47.
         offload: "auto" brings decoder layers in one at a time; "none" holds the whole model.
         device: Where the model runs; default the accelerator if there is one, else the CPU.

@@ -53,7 +53,14 @@ class RunOptions:
     calib_size: Annotated[int, _option(_DATA, "The most sequences.")] = 512
     calib_seq_len: Annotated[int, _option(_DATA, "Tokens of a sequence.")] = 512
     batch_size: Annotated[int | None, _option(_DATA, "Sequences a batch; default 8.")] = None
-    dialect: Annotated[str, _option(_OUTPUT, "Names and config files of the export.")] = "modelopt"
+    dialect: Annotated[
+        str,
+        _option(
+            _OUTPUT,
+            "Names and config files of the export: modelopt, compressed-tensors, or both, each in "
+            "a folder of its own.",
+        ),
+    ] = "modelopt"
     numerics: Annotated[
         str, _option(_WHAT, "exact, or modelopt for the bytes of NVIDIA Model Optimizer 0.47.")
     ] = "exact"

@@ -104,7 +104,7 @@ def perplexity(
         batch_size: Sequences a batch; None for 8, fewer where the logits would exceed 2**26
             elements. Changes the result only by the rounding of matrix products.
         device: Where the model runs; default the accelerator if there is one, else the CPU.
-        activations: In a checkpoint of the modelopt dialect, round the inputs of each linear layer
+        activations: In a checkpoint of one of our dialects, round the inputs of each linear layer
             and expert whose format quantizes them: a simulation of what engines serve. Other
             sources' inputs stay as they are.
         trust_remote_code: Allow code that the checkpoint brings.

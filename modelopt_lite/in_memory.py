@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,12 +16,14 @@ from modelopt_lite.calibrate.evidence import Evidence
 from modelopt_lite.calibrate.observe import InputWatch
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.dequant import open_source
-from modelopt_lite.checkpoint.writer import StreamingWriter, parse_size
+from modelopt_lite.checkpoint.writer import parse_size
+from modelopt_lite.checkpoint.writers import ExportWriter
+from modelopt_lite.dialects.known import dialect_names
 from modelopt_lite.errors import CalibrationError
 from modelopt_lite.export.exporter import Exporter
 from modelopt_lite.export.quantize import check_finite
 from modelopt_lite.formats.base import Numerics
-from modelopt_lite.job import Job, check_model_type, pick_device, plan_for
+from modelopt_lite.job import Job, check_model_type, in_dialects, pick_device, plan_for
 from modelopt_lite.output import check_export_dir, check_free_space, resolve_checkpoint, staged
 from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.report import Report
@@ -83,6 +85,7 @@ def export_hf(
     *,
     source: str | Path,
     max_shard_size: str | int = "10GB",
+    dialect: str | Sequence[str] = "modelopt",
     overwrite: bool = False,
     verify: bool = True,
 ) -> Report:
@@ -93,6 +96,7 @@ def export_hf(
         export_dir: Where to write.
         source: The checkpoint it was loaded from: its names, config and other files are kept.
         max_shard_size: Largest weight file.
+        dialect: As for `quantize_and_export`.
         overwrite: Replace a folder that is not empty.
         verify: As for `quantize_and_export`.
 
@@ -112,7 +116,8 @@ def export_hf(
         plan = plan_for(
             model, on_disk, state.recipe, model_type, state.numerics, state.on_bad_shape
         )
-    job = Job(folder, on_disk, model, model_type, plan, pick_device("cpu"))
+    plan, *also = in_dialects(plan, dialect_names(dialect), on_disk.config)
+    job = Job(folder, on_disk, model, model_type, plan, pick_device("cpu"), tuple(also))
     check_export_dir(target, folder, overwrite=overwrite)
     layout = job.layout(parse_size(max_shard_size))
     check_free_space(target, layout.total_bytes + job.sidecar_bytes())
@@ -120,9 +125,9 @@ def export_hf(
     report = Report(str(target), state.recipe.name, model_type, details=details)
     run = Run(job, None, report, verify, lambda phase, done, total: None)
     with staged(target, overwrite=overwrite) as work:
-        with StreamingWriter(work, layout) as writer:
+        with ExportWriter(work, layout) as writer:
             with WriteBehind(writer) as sink, torch.no_grad():
-                exporter = Exporter(plan, on_disk, sink, state.evidence, verify)
+                exporter = Exporter([*job.plans.values()], on_disk, sink, state.evidence, verify)
                 for unit in plan.units:
                     values = _in_memory(model, job, unit.entries)
                     exporter.export(unit, values, check_finite(values))

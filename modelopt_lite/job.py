@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +14,13 @@ import torch
 from torch import nn
 
 from modelopt_lite.build import build_meta_model
-from modelopt_lite.checkpoint.dequant import Source, open_source
-from modelopt_lite.checkpoint.shards import ShardLayout, plan_layout
+from modelopt_lite.checkpoint.dequant import Source, model_dtype, open_source
+from modelopt_lite.checkpoint.shards import ExportLayout, plan_layout
 from modelopt_lite.checkpoint.sidecars import sidecar_files
+from modelopt_lite.dialects.known import make_dialect
+from modelopt_lite.dialects.modelopt import ModelOpt
 from modelopt_lite.errors import CheckpointError, RecipeError
+from modelopt_lite.export.translate import translate
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.offload.expert_parts import split_experts
 from modelopt_lite.offload.store import WeightStore
@@ -44,7 +47,10 @@ def collector_paused() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Job:
-    """What a run works on."""
+    """What a run works on.
+
+    ``also`` has the plans of further dialects, written in the same run.
+    """
 
     folder: Path
     source: Source
@@ -52,6 +58,13 @@ class Job:
     model_type: str
     plan: Plan
     device: torch.device
+    also: tuple[Plan, ...] = ()
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """The plan of each dialect, by its folder below the export's; "" for a single one."""
+        plans = (self.plan, *self.also)
+        return {plan.dialect.name if self.also else "": plan for plan in plans}
 
     @property
     def vocab_size(self) -> int:
@@ -59,10 +72,16 @@ class Job:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @collector_paused()
-    def layout(self, max_shard_size: int) -> ShardLayout:
+    def layout(self, max_shard_size: int) -> ExportLayout:
         """Return where every byte of the export's weights will lie."""
-        outputs = ((o.name, o.dtype, o.shape) for o in self.plan.outputs)
-        return plan_layout(outputs, max_shard_size)
+        return ExportLayout(
+            {
+                folder: plan_layout(
+                    ((o.name, o.dtype, o.shape) for o in plan.outputs), max_shard_size
+                )
+                for folder, plan in self.plans.items()
+            }
+        )
 
     def store(self) -> WeightStore:
         """Return what brings the model's weights in."""
@@ -103,7 +122,8 @@ class Job:
         if not sizes:
             return None
         size = max(1, min(sizes))
-        split_layers(self.plan, self.model, size)
+        for plan in self.plans.values():
+            split_layers(plan, self.model, size)
         return size
 
     def sidecar_bytes(self) -> int:
@@ -143,6 +163,7 @@ def prepare(
     on_bad_shape: str,
     trust_remote_code: bool,
     device: str | torch.device | None,
+    dialects: Sequence[str] = (ModelOpt.name,),
 ) -> Job:
     """Read the source's headers, build its model without weights, and plan.
 
@@ -159,7 +180,18 @@ def prepare(
     plan = plan_for(model, source, recipe, model_type, numerics, on_bad_shape)
     place = pick_device(device)
     move_buffers(model, place)
-    return Job(folder, source, model, model_type, plan, place)
+    plan, *also = in_dialects(plan, dialects, source.config)
+    return Job(folder, source, model, model_type, plan, place, tuple(also))
+
+
+def in_dialects(plan: Plan, dialects: Sequence[str], config: Mapping[str, Any]) -> list[Plan]:
+    """Return what a plan becomes in each dialect, for a model of a config.
+
+    Raises:
+        RecipeError: A dialect cannot keep what is planned; the rule is named.
+    """
+    dtype = model_dtype(config)
+    return [translate(plan, make_dialect(name, dtype)) for name in dialects]
 
 
 def plan_for(

@@ -17,6 +17,8 @@ from torch import nn
 from modelopt_lite.cache_scales import KVCacheScale, find_caches
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.names import NameMap, Region, map_names, natural_key
+from modelopt_lite.dialects.base import Dialect
+from modelopt_lite.dialects.modelopt import ModelOpt
 from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.formats.base import Numerics, TensorSpec
 from modelopt_lite.formats.cache import CACHE_FORMATS
@@ -45,7 +47,8 @@ class Matrix:
         shape: [R, K], or as on disk for stacked experts.
         input_major: The reduction axis comes first on disk.
         format: Name of its format.
-        parts: The tensors of the export that it becomes; ``outputs`` has their names.
+        parts: The tensors of the export that it becomes, as the plan's dialect keeps them;
+            ``outputs`` has their names.
         stacked: It is all experts of a layer; then ``name`` is that of its tensor.
         weight_group: Matrices of one group share the amax of their weights.
         input_group: Matrices of one group share the amax of their inputs; None: inputs need none.
@@ -113,6 +116,7 @@ class Plan:
         units: How the model is streamed, in the order of its modules.
         notes: What a user should know.
         fallbacks: Where the plan departs from what was asked; ``strict`` makes that a failure.
+        dialect: How the export names, shapes and describes tensors; see `export.translate`.
     """
 
     recipe: Recipe
@@ -127,6 +131,7 @@ class Plan:
     units: list[Unit]
     notes: list[str] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
+    dialect: Dialect = field(default_factory=ModelOpt)
 
     @property
     def formats(self) -> list[LinearFormat]:
@@ -207,11 +212,6 @@ def make_plan(
         units=units,
     )
     plan.unquantized = _unquantized_modules(plan, model)
-    plan.notes += [
-        f"no engine is known to load the format {fmt.name!r}; choose another to serve the export"
-        for fmt in plan.formats
-        if not fmt.served
-    ]
     if spec is None:
         plan.fallbacks.append(
             f"no spec for model_type {model_type!r}: linear layers and experts were found by "

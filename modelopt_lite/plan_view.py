@@ -25,6 +25,7 @@ def plan_tables(plan: Mapping[str, Any]) -> RenderableType:
         "checkpoint": f"{plan['checkpoint']} ({plan['model_type']})",
         "export": plan["export_dir"],
         "recipe": f"{plan['recipe']}, {plan['numerics']} numerics",
+        "dialect": ", ".join(plan["dialects"]),
         "KV cache": f"{plan['kv_cache']}, {counted(plan['kv_cache_layers'], 'layer')}"
         if plan["kv_cache"]
         else "left as it is",

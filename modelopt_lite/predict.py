@@ -18,8 +18,8 @@ from typing import Any
 from modelopt_lite.calibrate.data import CalibrationData
 from modelopt_lite.checkpoint.behind import QUEUE_LIMIT
 from modelopt_lite.checkpoint.dequant import DequantizedSource
-from modelopt_lite.checkpoint.shards import ShardLayout
-from modelopt_lite.export.modelopt import config_texts
+from modelopt_lite.checkpoint.shards import ExportLayout
+from modelopt_lite.export.configs import config_texts
 from modelopt_lite.job import Job, collector_paused
 from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.stream import expected_order
@@ -113,7 +113,7 @@ def batch_shapes(data: CalibrationData | None) -> list[Batch]:
 @collector_paused()
 def predict(
     job: Job,
-    layout: ShardLayout,
+    layout: ExportLayout,
     batches: Sequence[Batch],
     *,
     budget: int | None,
@@ -132,7 +132,7 @@ def predict(
     """
     store, shapes = job.store(), _Shapes(job, all_experts)
     on_host = job.device.type == "cpu"
-    outputs = sum(len(file.tensors) for file in layout.files)
+    outputs = sum(len(file.tensors) for part in layout.parts.values() for file in part.files)
     work = {
         "weights": _weights(job, store, budget) if batches else _weights_without_data(job),
         "quantizing": _SCRATCH if on_host else _DEVICE_SCRATCH,
@@ -150,7 +150,8 @@ def predict(
             "running activations": max(map(shapes.running, batches)),
             "compiled kernels": shapes.kernels,
         }
-    texts = config_texts(job.source.config, job.plan, type(job.model).__name__)
+    config, class_name = job.source.config, type(job.model).__name__
+    texts = [t for p in job.plans.values() for t in config_texts(config, p, class_name).values()]
     return Prediction(
         process={
             "process": resident_bytes(),
@@ -162,8 +163,8 @@ def predict(
         disk_scratch=on_disk,
         bytes_read=_bytes_read(job),
         bytes_written=layout.total_bytes
-        + job.sidecar_bytes()
-        + sum(len(text.encode()) for text in texts.values()),
+        + len(job.plans) * job.sidecar_bytes()
+        + sum(len(text.encode()) for text in texts),
     )
 
 

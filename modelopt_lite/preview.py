@@ -123,15 +123,16 @@ def _describe(request: Request, prediction: Prediction) -> dict[str, Any]:
         },
         "linears": {name: linears[name] for name in sorted(linears, key=natural_key)},
         "source_tensors": len(job.source.tensors),
-        "outputs": sum(len(file.tensors) for file in layout.files),
+        "dialects": [p.dialect.name for p in job.plans.values()],
+        "outputs": sum(len(f.tensors) for part in layout.parts.values() for f in part.files),
         "bytes_to_read": prediction.bytes_read,
         "bytes_to_write": prediction.bytes_written,
-        "files_to_write": [file.name for file in layout.files],
+        "files_to_write": list(layout.paths),
         "budgets": asdict(request.budgets),
         "schedule": asdict(request.schedule),
         "device": str(job.device),
         "units": _units(request),
-        "notes": [*plan.fallbacks, *plan.notes],
+        "notes": [*plan.fallbacks, *dict.fromkeys(n for p in job.plans.values() for n in p.notes)],
     }
 
 

@@ -24,10 +24,10 @@ from modelopt_lite.budgets import (
     read_budgets,
 )
 from modelopt_lite.calibrate.data import CalibData, CalibrationData, load_calibration_data
-from modelopt_lite.checkpoint.shards import ShardLayout
+from modelopt_lite.checkpoint.shards import ExportLayout
 from modelopt_lite.checkpoint.writer import parse_size
+from modelopt_lite.dialects.known import dialect_names
 from modelopt_lite.errors import OutputError, RecipeError
-from modelopt_lite.export.modelopt import QUANT_CONFIG_FILE
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.job import Job, prepare
 from modelopt_lite.output import (
@@ -45,9 +45,6 @@ from modelopt_lite.report import REPORT_FILE, Report
 from modelopt_lite.run import run_details
 from modelopt_lite.verify.source import check_sidecars
 
-DIALECTS = ("modelopt",)
-_CONFIGS = ("config.json", QUANT_CONFIG_FILE)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -61,7 +58,7 @@ class Options:
     calib_size: int = 512
     calib_seq_len: int = 512
     batch_size: int | None = None
-    dialect: str = "modelopt"
+    dialect: str | Sequence[str] = "modelopt"
     numerics: Numerics = "exact"
     offload: Literal["auto", "none"] = "auto"
     device: str | torch.device | None = None
@@ -99,7 +96,7 @@ class Request:
     options: Options
     job: Job
     target: Path
-    layout: ShardLayout
+    layout: ExportLayout
     data: CalibrationData | None = None
     differing: Sequence[str] = field(default_factory=tuple)
     budgets: Budgets = field(default_factory=Budgets)
@@ -129,7 +126,7 @@ class Request:
         """All that the bytes of the export depend on, the calibration data among it."""
         options = self.options
         asked = {
-            "dialect": options.dialect,
+            "dialects": [plan.dialect.name for plan in self.job.plans.values()],
             "all_experts": options.moe_calibrate_all_experts,
             "seed": options.seed,
             "max_shard_size": parse_size(options.max_shard_size),
@@ -140,7 +137,7 @@ class Request:
     @property
     def bytes_to_write(self) -> int:
         """Size of all files of the export but its configs and report."""
-        return self.layout.total_bytes + self.job.sidecar_bytes()
+        return self.layout.total_bytes + len(self.job.plans) * self.job.sidecar_bytes()
 
     def make_schedule(self) -> None:
         """Decide what is in memory when, within the budgets.
@@ -223,11 +220,14 @@ class Request:
         target = self.target
         wrong = [
             str(path)
-            for path, size in ((target / file.name, file.size) for file in self.layout.files)
+            for path, size in ((target / path, size) for path, size in self.layout.paths.items())
             if not path.is_file() or path.stat().st_size != size
         ]
-        wrong += [str(target / n) for n in _CONFIGS if not (target / n).is_file()]
-        wrong += [finding.message for finding in check_sidecars(target, self.job.folder)]
+        for part, plan in self.job.plans.items():
+            configs = ("config.json", *plan.dialect.extra_files)
+            paths = (target / part / name for name in configs)
+            wrong += [str(path) for path in paths if not path.is_file()]
+            wrong += [f.message for f in check_sidecars(target / part, self.job.folder)]
         if wrong:
             raise OutputError(
                 f"the finished export {target} was changed since: {'; '.join(wrong[:5])} "
@@ -256,13 +256,13 @@ def make_request(ckpt: str | Path, options: Options) -> Request:
         on_bad_shape=options.on_bad_shape,
         trust_remote_code=options.trust_remote_code,
         device=options.device,
+        dialects=dialect_names(options.dialect),
     )
     return Request(options, job, target, job.layout(shard_size))
 
 
 def _check_choices(options: Options) -> None:
-    if options.dialect not in DIALECTS:
-        raise RecipeError(f"unknown dialect {options.dialect!r}; known: {', '.join(DIALECTS)}")
+    dialect_names(options.dialect)
     if options.offload not in ("auto", "none"):
         raise RecipeError(f'offload must be "auto" or "none", got {options.offload!r}')
     if not 0 <= options.seed < 1 << 64:

@@ -10,7 +10,7 @@ import torch
 
 from modelopt_lite.checkpoint.behind import Ticket, WriteBehind
 from modelopt_lite.checkpoint.journal import Journal
-from modelopt_lite.checkpoint.writer import StreamingWriter
+from modelopt_lite.checkpoint.writers import ExportWriter
 from modelopt_lite.export.exporter import Exporter
 from modelopt_lite.offload.replay import NotReplayableError, Replay, Step, StepWriter
 from modelopt_lite.offload.units import Unit
@@ -30,7 +30,7 @@ class UnitLog:
         notes: Why the run cannot be resumed, if so.
     """
 
-    def __init__(self, journal: Journal, writer: StreamingWriter, device: torch.device) -> None:
+    def __init__(self, journal: Journal, writer: ExportWriter, device: torch.device) -> None:
         self._journal = journal
         self._writer = writer
         self._count = len(journal.entries)

@@ -14,11 +14,11 @@ from modelopt_lite.calibrate.evidence import Evidence
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.journal import JOURNAL, Journal
-from modelopt_lite.checkpoint.shards import ShardLayout
+from modelopt_lite.checkpoint.shards import ExportLayout
 from modelopt_lite.checkpoint.sidecars import copy_sidecars
-from modelopt_lite.checkpoint.writer import StreamingWriter
+from modelopt_lite.checkpoint.writers import ExportWriter
+from modelopt_lite.export.configs import write_configs
 from modelopt_lite.export.exporter import Exporter
-from modelopt_lite.export.modelopt import write_configs
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.job import Job, versions
@@ -44,7 +44,7 @@ class Run:
     tell: Progress
 
     def weights(
-        self, folder: Path, layout: ShardLayout, schedule: Schedule, all_experts: bool
+        self, folder: Path, layout: ExportLayout, schedule: Schedule, all_experts: bool
     ) -> None:
         """Write the weight files, from where a journal beside the folder says that a run ended.
 
@@ -60,11 +60,11 @@ class Run:
         journal = Journal(folder.parent / JOURNAL, self.report.details)
         written = [name for entry in journal.entries for name in entry["written"]]
         with (
-            StreamingWriter(folder, layout, written=written) as writer,
+            ExportWriter(folder, layout, written=written) as writer,
             UnitLog(journal, writer, job.device) as log,
         ):
             with WriteBehind(writer) as sink:
-                exporter = Exporter(job.plan, job.source, sink, evidence, self.verify)
+                exporter = Exporter([*job.plans.values()], job.source, sink, evidence, self.verify)
                 log.restore(exporter)
                 if self.data is not None:
                     batches = [batch.to(job.device) for batch in self.data.batches]
@@ -91,11 +91,12 @@ class Run:
     def finish(self, folder: Path) -> None:
         """Write everything but the weights, and audit the whole."""
         job = self.job
-        write_configs(folder, job.source.config, job.plan, type(job.model).__name__)
-        copy_sidecars(job.folder, folder)
-        if self.verify:
-            with self.report.phase("audit"):
-                audit_or_raise(folder, source=job.folder, plan=job.plan)
+        for part, plan in job.plans.items():
+            write_configs(folder / part, job.source.config, plan, type(job.model).__name__)
+            copy_sidecars(job.folder, folder / part)
+            if self.verify:
+                with self.report.phase("audit"):
+                    audit_or_raise(folder / part, source=job.folder, plan=plan)
         job.source.close()
         self.report.peak_memory_bytes = peak_memory_bytes()
         self.report.write(folder)
@@ -112,7 +113,7 @@ def fill_report(report: Report, job: Job, exporter: Exporter, evidence: Evidence
     plan = job.plan
     report.quantized = {m.name: m.format for m in plan.matrices}
     report.excluded = plan.excluded
-    report.notes += plan.notes
+    report.notes += dict.fromkeys(note for p in job.plans.values() for note in p.notes)
     report.fallbacks += plan.fallbacks
     report.relative_errors = {name: e.relative for name, e in exporter.errors.items()}
     report.beyond_bound = [name for name, e in exporter.errors.items() if not e.worst <= 1]

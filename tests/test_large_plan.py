@@ -51,7 +51,7 @@ def test_a_plan_reads_headers_alone(tmp_path: Path) -> None:
     weights = (DENSE + MOE) * ATTENTION + 3 * HIDDEN * (DENSE * WIDE + MOE * 17 * NARROW)
     assert sum(m.shape[0] * m.shape[1] for m in matrices.values()) == weights
     assert sum(o.name.endswith(".weight_scale_2") for o in job.plan.outputs) == len(matrices)
-    outputs = [info for file in layout.files for info in file.tensors]
+    outputs = [info for file in layout.parts[""].files for info in file.tensors]
     packed = [o for o in outputs if o.name.removesuffix(".weight") in matrices]
     assert sum(o.nbytes for o in packed if o.name.endswith(".weight")) == weights // 2
     assert layout.total_size == sum(o.nbytes for o in outputs)

@@ -38,6 +38,7 @@ LAYERS = (
     ("recipes",),
     ("output",),
     ("checkpoint",),
+    ("dialects",),
     ("formats",),
     ("models",),
     ("progress", "report"),

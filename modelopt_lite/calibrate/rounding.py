@@ -15,16 +15,16 @@ from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.dequant import DequantizedSource
 from modelopt_lite.checkpoint.names import NameMap
 from modelopt_lite.errors import CheckpointError
-from modelopt_lite.formats.linear import FORMATS, LinearFormat
+from modelopt_lite.formats.linear import LinearFormat
 
 
 class InputRounding:
-    """Rounds what enters each quantized matrix, as a checkpoint of the modelopt dialect says.
+    """Rounds what enters each quantized matrix, as a checkpoint in one of our dialects says.
 
     The format is that which the checkpoint states for the matrix, and a static scale comes from its
     ``input_scale`` tensors. Experts that share a parameter have a site each. Where several tensors
     on disk make up one matrix of the model, the largest of their scales holds, as in engines, which
-    fuse them, too. Other dialects: nothing is rounded.
+    fuse them, too. Where the checkpoint states no format of ours, nothing is rounded.
 
     Args:
         source: The quantized checkpoint.
@@ -38,10 +38,10 @@ class InputRounding:
     def __init__(self, source: DequantizedSource, names: NameMap, device: torch.device) -> None:
         self._formats: dict[Site, LinearFormat] = {}
         self._scales: dict[Site, Tensor] = {}
-        if not str(source.quantization.get("quant_method")).startswith("modelopt"):
-            return
         for site, name in _sites(source, names):
-            fmt = FORMATS[source.encoded[name].format]
+            fmt = source.encoded[name].served
+            if fmt is None:
+                continue
             self._formats[site] = fmt
             if not fmt.static_input:
                 continue

@@ -6,15 +6,29 @@ import queue
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from modelopt_lite.checkpoint.writer import StreamingWriter
-
 QUEUE_LIMIT = 64 << 20
 Task = Callable[[], None]
 Ticket = threading.Event
+
+
+class TensorWriter(Protocol):
+    """What tensors are written through: a `StreamingWriter` or an `ExportWriter`."""
+
+    def claim(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], *, again: bool = False
+    ) -> Any:
+        """Take the place of a tensor."""
+
+    def fill(self, slot: Any, tensor: Tensor, /) -> None:
+        """Write a tensor into its place."""
+
+    def is_claimed(self, name: str) -> bool:
+        """Whether the place is taken."""
 
 
 class WriteBehind:
@@ -31,7 +45,7 @@ class WriteBehind:
         OutputError: From any later call, where a write failed.
     """
 
-    def __init__(self, writer: StreamingWriter, limit: int = QUEUE_LIMIT) -> None:
+    def __init__(self, writer: TensorWriter, limit: int = QUEUE_LIMIT) -> None:
         self._writer = writer
         self._limit = limit
         self._tasks: queue.SimpleQueue[tuple[Task, int] | None] = queue.SimpleQueue()

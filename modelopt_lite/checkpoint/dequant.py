@@ -1,12 +1,13 @@
 """Present an already quantized checkpoint as plain tensors, decoded one at a time.
 
 Read: block FP8 as DeepSeek stores it, FP8 with a scale per tensor or per row (transformers,
-compressed-tensors, modelopt), MXFP4 as gpt-oss stores it, and every format of ``FORMATS`` in the
-modelopt dialect, our own exports among them. Any other quantized source is refused while only
-headers have been read.
+modelopt), MXFP4 as gpt-oss stores it, every format of ``FORMATS`` in the modelopt dialect, and in
+that of compressed-tensors FP8, NVFP4, MXFP4, MXFP8, and integers of 4 and 8 bits, packed or not;
+our own exports are among them. Any other quantized source is refused while only headers have been
+read.
 
 Sources: transformers 5.14.1 ``integrations/{finegrained_fp8,mxfp4}.py`` for the first and the
-third; the checkpoint format pages of compressed-tensors 0.14; Model Optimizer 0.47's exports.
+third; the package compressed-tensors 0.20.1; Model Optimizer 0.47's exports.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -23,19 +24,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelopt_lite.checkpoint.compressed import compressed_layouts
 from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.checkpoint.layouts import (
     MXFP4_BLOCKS,
     QUANT_KEYS,
     Encoded,
+    Integers,
     decoded_shape,
     find_layouts,
     find_quantization,
     refuse_foreign,
 )
 from modelopt_lite.checkpoint.reader import Checkpoint, check_out
+from modelopt_lite.dialects.compressed_tensors import CompressedTensors
 from modelopt_lite.errors import CheckpointError, NonFiniteError
-from modelopt_lite.formats import fp8, fp8_block, mxfp4
+from modelopt_lite.formats import fp8, fp8_block, mxfp4, packed
 from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.words import counted
 
@@ -46,7 +50,7 @@ _MODEL_DTYPES = {
     "float64": torch.float64,
 }
 _KV_SCALE = re.compile(r"(^|[._])((q|k|v|kv|prob)_scale|[kv]_proj\.(output_scale|[kv]_bias))$")
-_INPUT_SCALE = re.compile(r"[._](input_scale|activation_scale)$")
+_INPUT_SCALE = re.compile(r"[._](input_scale|activation_scale|input_global_scale)$")
 
 
 class DequantizedSource:
@@ -74,7 +78,7 @@ class DequantizedSource:
         self.quantization = dict(quantization)
         self.config: dict[str, Any] = _without_quantization(base.config)
         self.dtype = model_dtype(base.config)
-        self.encoded: dict[str, Encoded] = dict(find_layouts(base, self.quantization))
+        self.encoded: dict[str, Encoded] = dict(self._layouts())
         self.consumed = {name: (e.codes, *e.scales) for name, e in self.encoded.items()}
         self.dropped: dict[str, str] = {}
         self.tensors: dict[str, TensorInfo] = self._present()
@@ -131,7 +135,10 @@ class DequantizedSource:
         scales = {}
         for name in self.dropped:
             if (match := _INPUT_SCALE.search(name)) and self.base.tensors[name].numel == 1:
-                scales[name[: match.start()]] = float(self.base.read(name).reshape(()))
+                value = self.base.read(name).float().reshape(())
+                if match[1] == "input_global_scale":  # one over the scale
+                    value = value.reciprocal()
+                scales[name[: match.start()]] = float(value)
         return scales
 
     def fingerprint(self) -> str:
@@ -163,6 +170,11 @@ class DequantizedSource:
             return value.contiguous()
         out.detach().copy_(value.reshape(out.shape))
         return out
+
+    def _layouts(self) -> Iterator[tuple[str, Encoded]]:
+        if self.quantization.get("quant_method") == CompressedTensors.name:
+            return compressed_layouts(self.base, self.quantization, self.dtype)
+        return find_layouts(self.base, self.quantization)
 
     def _present(self) -> dict[str, TensorInfo]:
         decoded = {encoded.codes: name for name, encoded in self.encoded.items()}
@@ -259,7 +271,27 @@ def _decode(info: TensorInfo, encoded: Encoded, codes: Tensor, scales: list[Tens
         # Of a stack [E, in, out] the rows of the matrices are the last axis.
         rows = scale.float().unsqueeze(1) if codes.ndim == 3 else scale.float().reshape(-1, 1)
         return fp8.dequantize(codes, rows, info.dtype)
-    named = {"weight": codes, "weight_scale": scale}
+    if encoded.integers is not None:
+        return _decode_integers(info, encoded.integers, codes, scales)
+    fmt = FORMATS[encoded.format]
+    stored = {"weight": codes, "weight_scale": scale}
     if len(scales) > 1:
-        named["weight_scale_2"] = scales[1].reshape(())
-    return FORMATS[encoded.format].dequantize(named, info.dtype, turned=encoded.turned)
+        stored["weight_scale_2"] = scales[1]
+    parts = encoded.dialect.decode(fmt, stored)
+    return fmt.dequantize(parts, info.dtype, turned=encoded.turned)
+
+
+def _decode_integers(
+    info: TensorInfo, stored: Integers, codes: Tensor, scales: list[Tensor]
+) -> Tensor:
+    rows, columns = stored.shape
+    scale, *more = scales
+    scale_RG = scale.reshape(rows, -1) if scale.numel() > 1 else scale.reshape(1, 1).expand(rows, 1)
+    zero = more[0] if stored.has_zero else None
+    if stored.in_words:
+        codes = packed.unpack(codes, columns, stored.bits)
+        if zero is not None:  # neighbours of a word are rows here
+            zero = packed.unpack(zero.mT.contiguous(), rows, stored.bits).mT
+    if zero is not None:
+        zero = zero.reshape(scale_RG.shape) if zero.numel() > 1 else zero.expand(scale_RG.shape)
+    return packed.dequantize(codes, scale_RG, info.dtype, zero)

@@ -15,6 +15,8 @@ import torch
 
 from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.checkpoint.reader import Checkpoint, read_json
+from modelopt_lite.dialects.base import Dialect
+from modelopt_lite.dialects.modelopt import ModelOpt
 from modelopt_lite.errors import CheckpointError, UnsupportedSourceError
 from modelopt_lite.formats.declared import MIXED, Declared, is_turned, same_shape
 from modelopt_lite.formats.linear import FORMATS, LinearFormat
@@ -24,6 +26,7 @@ MXFP4_BLOCKS = "mxfp4_blocks"
 _MODELOPT_ALGOS = {None, MIXED, *(fmt.quant_algo.upper() for fmt in FORMATS.values())}
 # What the shape of the scale was already compared for, when the format was chosen.
 _CHECKED = {"fp8_block", "fp8", "fp8_per_channel_per_token"}
+MODELOPT = ModelOpt()
 _CODE_DTYPES = {fmt.codec.code_dtype for fmt in FORMATS.values()}
 _FP8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 # Tensors that exist only in quantized checkpoints. One that is left when all known layouts are
@@ -37,15 +40,35 @@ _FOREIGN_BYTES = re.compile(r"[._](blocks|scales)$")  # ordinary words, so only 
 
 
 @dataclass(frozen=True, slots=True)
+class Integers:
+    """A matrix of integers.
+
+    Attributes:
+        bits: Of a code.
+        shape: [R, K].
+        in_words: Codes are packed into 32-bit words; else there is one to a byte.
+        has_zero: Zero points follow the scale.
+    """
+
+    bits: int
+    shape: tuple[int, ...]
+    in_words: bool
+    has_zero: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Encoded:
     """How one presented tensor is stored.
 
     Attributes:
-        format: ``fp8_block``, ``mxfp4_blocks``, or a key of ``formats.linear.FORMATS``.
+        format: ``fp8_block``, ``mxfp4_blocks``, ``integers``, or a key of ``FORMATS``.
         codes: Name on disk of the codes.
         scales: Names on disk of the scales, the block or row scale first.
         block: Rows and columns per scale; only ``fp8_block`` has them.
         turned: A stack [E, in, out] whose blocks run along ``in``.
+        integers: How ``integers`` are stored.
+        dialect: Reads the tensors of a format of ``FORMATS``.
+        served: What an engine makes of inputs, too; None where the config states no format of ours.
     """
 
     format: str
@@ -53,6 +76,9 @@ class Encoded:
     scales: tuple[str, ...]
     block: tuple[int, int] | None = None
     turned: bool = False
+    integers: Integers | None = None
+    dialect: Dialect = MODELOPT
+    served: LinearFormat | None = None
 
 
 def find_quantization(base: Checkpoint) -> dict[str, Any] | None:
@@ -80,11 +106,12 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from _sections(value)
 
 
-def _unsupported(base: Checkpoint, what: str) -> UnsupportedSourceError:
+def unsupported(base: Checkpoint, what: str) -> UnsupportedSourceError:
+    """Return the error for a kind of quantization that is not read."""
     return UnsupportedSourceError(
         f"{base.path}: the source is quantized with {what}, which cannot be decoded exactly; give "
-        "the original checkpoint, or one in FP8, MXFP4 (gpt-oss) or a format of the modelopt "
-        "dialect without smoothing"
+        "the original checkpoint, or one in FP8, MXFP4 (gpt-oss), or a format of the modelopt or "
+        "compressed-tensors dialect without smoothing"
     )
 
 
@@ -98,29 +125,31 @@ def refuse_foreign(base: Checkpoint, info: TensorInfo, quantization: Mapping[str
     packed = info.dtype == torch.uint8 and _FOREIGN_BYTES.search(info.name)
     if packed or _FOREIGN.search(info.name):
         method = quantization.get("quant_method", "no method in its config")
-        raise _unsupported(base, f"{method} and the tensor {info.name!r}")
+        raise unsupported(base, f"{method} and the tensor {info.name!r}")
 
 
 def find_layouts(
     base: Checkpoint, quantization: Mapping[str, Any]
 ) -> Iterator[tuple[str, Encoded]]:
-    """Yield presented names with their layouts; dispatch on the method once, for all tensors."""
+    """Yield presented names with their layouts; dispatch on the method once, for all tensors.
+
+    That of compressed-tensors has a module of its own, `checkpoint.compressed`.
+    """
     method = str(quantization.get("quant_method"))
     if method == "mxfp4":
         return _mxfp4_layouts(base)
     if method == "fp8":
-        return _fp8_layouts(base, _block(base, quantization.get("weight_block_size")))
-    if method == "compressed-tensors":
-        return _fp8_layouts(base, _compressed_block(base, quantization))
+        return _fp8_layouts(base, positive_pair(base, quantization.get("weight_block_size")))
     if method.startswith("modelopt"):
         declared = Declared.of(quantization)
         if declared.algo not in _MODELOPT_ALGOS:
-            raise _unsupported(base, f"{method} {declared.algo}")
+            raise unsupported(base, f"{method} {declared.algo}")
         return _modelopt_layouts(base, declared)
-    raise _unsupported(base, method)
+    raise unsupported(base, method)
 
 
-def _block(base: Checkpoint, value: object) -> tuple[int, int] | None:
+def positive_pair(base: Checkpoint, value: object) -> tuple[int, int] | None:
+    """Return the rows and columns of a block that a config states; None where it states none."""
     if value is None:
         return None
     if (
@@ -135,38 +164,12 @@ def _block(base: Checkpoint, value: object) -> tuple[int, int] | None:
     return value[0], value[1]
 
 
-def _compressed_block(base: Checkpoint, quantization: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Check that a compressed-tensors section means plain FP8; return its block, if it has one."""
-    kind = quantization.get("format")
-    groups = quantization.get("config_groups")
-    sparsity = quantization.get("sparsity_config") or {}
-    if kind != "float-quantized" or not isinstance(groups, dict):
-        raise _unsupported(base, f"compressed-tensors {kind}")
-    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
-        raise _unsupported(base, f"compressed-tensors sparsity {sparsity.get('format')}")
-    blocks = set()
-    for group in groups.values():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        weights = weights if isinstance(weights, dict) else {}
-        strategy = weights.get("strategy")
-        plain = weights.get("num_bits") == 8 and weights.get("type") == "float"
-        if not plain or strategy not in {"tensor", "channel", "block"}:
-            raise _unsupported(base, f"compressed-tensors weights {weights}")
-        block = weights.get("block_structure") if strategy == "block" else None
-        blocks.add(_block(base, block))
-    if len(blocks) > 1:
-        raise _unsupported(
-            base, f"compressed-tensors with the block sizes {sorted(map(str, blocks))}"
-        )
-    return blocks.pop() if blocks else None
-
-
 def _fp8_layouts(base: Checkpoint, block: tuple[int, int] | None) -> Iterator[tuple[str, Encoded]]:
     for scale, info in base.tensors.items():
         codes = _codes_of(base, scale, ("_scale_inv", "_scale"))
         if codes is None or base.tensors[codes].dtype != torch.float8_e4m3fn:
             continue
-        kind = _fp8_kind(base, base.tensors[codes], info, block)
+        kind = fp8_kind(base, base.tensors[codes], info, block)
         yield codes, Encoded(kind, codes, (scale,), block if kind == "fp8_block" else None)
 
 
@@ -178,7 +181,7 @@ def _codes_of(base: Checkpoint, scale: str, suffixes: tuple[str, ...]) -> str | 
     return None
 
 
-def _fp8_kind(
+def fp8_kind(
     base: Checkpoint, codes: TensorInfo, scale: TensorInfo, block: tuple[int, int] | None
 ) -> str:
     """Tell a scale's meaning from its shape.
@@ -187,7 +190,7 @@ def _fp8_kind(
     decodes to the same.
     """
     if not scale.dtype.is_floating_point:
-        raise _unsupported(base, f"the integer scale {scale.name!r}")
+        raise unsupported(base, f"the integer scale {scale.name!r}")
     if block is not None and len(codes.shape) == 2:
         grid = tuple(-(-size // per) for size, per in zip(codes.shape, block, strict=True))
         if scale.shape == grid:
@@ -225,7 +228,7 @@ def _modelopt_layouts(base: Checkpoint, declared: Declared) -> Iterator[tuple[st
                     f"{base.path}: tensor {codes!r} lacks {second!r}; restore the scale tensor"
                 )
         turned = is_turned(fmt, stored.shape, info.shape, input_major=True)
-        yield codes, Encoded(fmt.name, codes, tuple(names), turned=turned)
+        yield codes, Encoded(fmt.name, codes, tuple(names), turned=turned, served=fmt)
 
 
 def _modelopt_format(
@@ -238,7 +241,7 @@ def _modelopt_format(
     module = codes.name.removesuffix(".weight")
     found = [f for f in declared.formats_of(module) if f.codec.code_dtype == codes.dtype]
     if codes.dtype == torch.float8_e4m3fn and all(f.group_size is None for f in found):
-        return FORMATS[_fp8_kind(base, codes, scale, None)]
+        return FORMATS[fp8_kind(base, codes, scale, None)]
     if found:
         return found[0]
     if codes.dtype == torch.uint8 and declared.algo is None:
@@ -273,11 +276,14 @@ def decoded_shape(base: Checkpoint, encoded: Encoded) -> tuple[int, ...]:
         decoded = (shape[0], shape[2] * 32, shape[1]) if good else decoded  # [E, in, out]
     elif encoded.format in _CHECKED:
         return shape
+    elif encoded.integers is not None:
+        return encoded.integers.shape
     else:
-        fmt = FORMATS[encoded.format]
-        decoded = fmt.decoded_shape(shape, stacked_input_major=encoded.turned)
+        fmt, dialect = FORMATS[encoded.format], encoded.dialect
+        decoded = dialect.decoded_shape(fmt, shape, stacked_input_major=encoded.turned)
         good = fmt.problem(decoded, stacked_input_major=encoded.turned) is None
-        specs = fmt.tensors(decoded, stacked_input_major=encoded.turned) if good else ()
+        parts = fmt.tensors(decoded, stacked_input_major=encoded.turned) if good else ()
+        specs = dialect.tensors(fmt, parts, decoded) if good else ()
         for spec, name in zip(specs[1:], encoded.scales, strict=False):
             info = base.tensors[name]
             good = good and info.dtype == spec.dtype and same_shape(info.shape, spec.shape)

@@ -6,7 +6,7 @@ are made when they are needed and not kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from math import prod
@@ -63,6 +63,36 @@ class ShardLayout:
     def total_bytes(self) -> int:
         """Bytes on disk: headers, tensors and index."""
         return sum(file.size for file in self.files) + len(self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportLayout:
+    """The weight files of an export, or of several that are written together.
+
+    Attributes:
+        parts: Folder below that of the export ("" for itself) -> what lies there.
+    """
+
+    parts: Mapping[str, ShardLayout]
+
+    @property
+    def paths(self) -> dict[str, int]:
+        """Each weight file, relative to the export's folder, and its size."""
+        return {
+            str(Path(folder) / file.name): file.size
+            for folder, layout in self.parts.items()
+            for file in layout.files
+        }
+
+    @property
+    def total_size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(layout.total_size for layout in self.parts.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on disk: headers, tensors and indexes."""
+        return sum(layout.total_bytes for layout in self.parts.values())
 
 
 def plan_layout(tensors: Iterable[TensorPlan], max_shard_size: int) -> ShardLayout:

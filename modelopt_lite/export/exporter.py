@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from modelopt_lite.checkpoint.names import natural_key
 from modelopt_lite.errors import CalibrationError, NonFiniteError, SpecError
 from modelopt_lite.export.quantize import check_finite, quantize_matrices
 from modelopt_lite.formats import fp8
+from modelopt_lite.formats.base import rounded_up
 from modelopt_lite.formats.linear import FORMATS, ErrorReport
 from modelopt_lite.offload.units import Unit
 from modelopt_lite.plan import Copy, Matrix, Plan
@@ -23,11 +25,31 @@ from modelopt_lite.select import Output
 from modelopt_lite.words import counted
 
 
+class _Destination:
+    """An export in one dialect: its plan by unit, and what precedes its names in the sink."""
+
+    def __init__(self, plan: Plan, prefix: str, whole: Mapping[str, str]) -> None:
+        self.plan = plan
+        self.prefix = prefix
+        self.matrices: dict[str, list[Matrix]] = {}
+        self.scaled: dict[str, list[Matrix]] = {}
+        for matrix in plan.matrices:
+            self.matrices.setdefault(matrix.unit, []).append(matrix)
+            if matrix.input_group is not None:  # what its peers read is known with the whole layer
+                self.scaled.setdefault(whole[matrix.unit], []).append(matrix)
+
+    def input_outputs(self, matrix: Matrix) -> dict[str, Output]:
+        """The tensors that stand for the scale of a matrix's inputs."""
+        part_of = self.plan.dialect.part_of
+        return {k: o for k, o in matrix.outputs.items() if part_of(k) == "input_scale"}
+
+
 class Exporter:
     """Quantizes and writes units, each as soon as its statistics are final.
 
     Args:
-        plan: What to do.
+        plans: What to do, a plan for each dialect, which differ in nothing else. With several, the
+            names that reach the sink begin with their dialect's and a slash.
         source: The checkpoint.
         sink: Where tensors go.
         evidence: What calibration saw; filled before a unit is exported.
@@ -35,9 +57,14 @@ class Exporter:
     """
 
     def __init__(
-        self, plan: Plan, source: Source, sink: WriteBehind, evidence: Evidence, verify: bool
+        self,
+        plans: Sequence[Plan],
+        source: Source,
+        sink: WriteBehind,
+        evidence: Evidence,
+        verify: bool,
     ) -> None:
-        self._plan = plan
+        self._plan = plan = plans[0]
         self._source = source
         self._sink = sink
         self.evidence = evidence
@@ -46,12 +73,12 @@ class Exporter:
         for copy in plan.copies:
             self._copies.setdefault(copy.source, []).append(copy)
         whole = {unit.name: unit.parent or unit.name for unit in plan.units}
-        self._matrices: dict[str, list[Matrix]] = {}
-        self._scaled: dict[str, list[Matrix]] = {}
-        for matrix in plan.matrices:
-            self._matrices.setdefault(matrix.unit, []).append(matrix)
-            if matrix.input_group is not None:  # what its peers read is known with the whole layer
-                self._scaled.setdefault(whole[matrix.unit], []).append(matrix)
+        self._destinations = [
+            _Destination(plan, f"{plan.dialect.name}/" if len(plans) > 1 else "", whole)
+            for plan in plans
+        ]
+        self._matrices = self._destinations[0].matrices
+        self._scaled = self._destinations[0].scaled
         self._parts: dict[str, list[str]] = {}
         for unit in plan.units:
             if unit.parent is not None:
@@ -75,18 +102,24 @@ class Exporter:
             The names that they have in the export.
         """
         self._names = []
-        matrices = self._matrices.get(unit.name, [])
-        numerics, verify = self._plan.numerics, self._verify
-        self.errors.update(
-            quantize_matrices(
-                matrices, sources, amax, self._write, numerics=numerics, verify=verify
+        for to in self._destinations:
+            found = quantize_matrices(
+                to.matrices.get(unit.name, []),
+                sources,
+                amax,
+                partial(self._write, to),
+                numerics=self._plan.numerics,
+                dialect=to.plan.dialect,
+                verify=self._verify,
             )
-        )
-        self._export_input_scales(self._scaled.get(unit.name, []))
+            for name, error in found.items():
+                before = self.errors.get(name, error)
+                self.errors[name] = before if before.worst > error.worst else error
+            self._export_input_scales(to, to.scaled.get(unit.name, []))
+            self._export_cache_scales(to, unit)
         for name, value in sources.items():
             for copy in self._copies.get(name, ()):
-                self._write(copy.output, value[copy.region] if copy.region else value)
-        self._export_cache_scales(unit)
+                self._write_copy(copy, value)
         return self._names
 
     def sees_inputs(self, unit: Unit) -> bool:
@@ -118,40 +151,51 @@ class Exporter:
     def export_rest(self, units: Sequence[Unit]) -> None:
         """Write what no forward pass brought in: units that did not run, and foreign tensors."""
         for unit in units:
-            missing = [m for m in self._matrices.get(unit.name, []) if not self._is_written(m)]
+            matrices = self._destinations[-1].matrices.get(unit.name, [])
+            missing = [m for m in matrices if not self._is_written(m)]
             if missing:
                 names = dict.fromkeys(m.source for m in missing)
                 sources = {name: self._source.read(name) for name in names}
                 self.export(unit, sources, check_finite(sources))
-        for matrices in self._scaled.values():
-            self._export_input_scales([m for m in matrices if not self._has_input_scale(m)])
+        for to in self._destinations:
+            for scaled in to.scaled.values():
+                lacking = [m for m in scaled if not self._has_input_scale(to, m)]
+                self._export_input_scales(to, lacking)
+        last = self._destinations[-1]
         for copies in self._copies.values():
             for copy in copies:
-                if not self._sink.is_taken(copy.output.name):
-                    self._copy(copy)
+                if not self._sink.is_taken(last.prefix + copy.output.name):
+                    value = self._source.read(copy.source)
+                    check_finite({copy.source: value})  # no unit was checked as it came in
+                    self._write_copy(copy, value)
 
-    def _export_input_scales(self, matrices: Sequence[Matrix]) -> None:
+    def _export_input_scales(self, to: _Destination, matrices: Sequence[Matrix]) -> None:
         self.input_amax.update(self._inputs(matrices))
         for matrix in matrices:
-            scale = FORMATS[matrix.format].input_scale(self.input_amax[str(matrix.input_group)])
-            self._write(matrix.outputs["input_scale"], scale)
+            fmt = FORMATS[matrix.format]
+            scale = fmt.input_scale(self.input_amax[str(matrix.input_group)])
+            stored = to.plan.dialect.encode(fmt, {"input_scale": scale}, matrix.shape)
+            for suffix, output in to.input_outputs(matrix).items():
+                self._write(to, output, rounded_up(stored[suffix], output.dtype))
 
     def _is_written(self, matrix: Matrix) -> bool:
-        outputs = matrix.outputs.items()
-        return all(self._sink.is_taken(o.name) for suffix, o in outputs if suffix != "input_scale")
+        to = self._destinations[-1]  # of several, the last that is written to
+        apart = {output.name for output in to.input_outputs(matrix).values()}
+        names = {output.name for output in matrix.outputs.values()} - apart
+        return all(self._sink.is_taken(to.prefix + name) for name in names)
 
-    def _has_input_scale(self, matrix: Matrix) -> bool:
-        return self._sink.is_taken(matrix.outputs["input_scale"].name)
+    def _has_input_scale(self, to: _Destination, matrix: Matrix) -> bool:
+        outputs = to.input_outputs(matrix).values()
+        return all(self._sink.is_taken(to.prefix + output.name) for output in outputs)
 
-    def _write(self, output: Output, tensor: Tensor) -> None:
-        again = self._sink.is_taken(output.name)
-        self._sink.write(output.name, tensor.to(output.dtype), again=again)
-        self._names.append(output.name)
+    def _write(self, to: _Destination, output: Output, tensor: Tensor) -> None:
+        name = to.prefix + output.name
+        self._sink.write(name, tensor.to(output.dtype), again=self._sink.is_taken(name))
+        self._names.append(name)
 
-    def _copy(self, copy: Copy) -> None:
-        value = self._source.read(copy.source)
-        check_finite({copy.source: value})  # no unit was checked as it came in
-        self._write(copy.output, value[copy.region] if copy.region else value)
+    def _write_copy(self, copy: Copy, value: Tensor) -> None:
+        for to in self._destinations:
+            self._write(to, copy.output, value[copy.region] if copy.region else value)
 
     def _inputs(self, matrices: Sequence[Matrix]) -> dict[str, Tensor]:
         """Largest magnitude that entered each input group, over all of its members."""
@@ -183,8 +227,8 @@ class Exporter:
             return [Site(matrix.entry, expert) for expert in range(matrix.shape[0])]
         return [matrix.site]
 
-    def _export_cache_scales(self, unit: Unit) -> None:
-        for scales in self._plan.kv_cache:
+    def _export_cache_scales(self, to: _Destination, unit: Unit) -> None:
+        for scales in to.plan.kv_cache:
             if scales.unit != unit.name:
                 continue
             for output, bias, seen in (
@@ -197,9 +241,10 @@ class Exporter:
                         "its KV cache has no scales; run without kv_cache"
                     )
                 found = seen[scales.module]
-                self._write(output, fp8.scale_from_amax(found.amax.float()))
+                scale = rounded_up(fp8.scale_from_amax(found.amax.float()), output.dtype)
+                self._write(to, output, scale.reshape(output.shape))
                 if bias is not None and found.bias is not None:
-                    self._write(bias, found.bias)
+                    self._write(to, bias, found.bias)
 
 
 def _unreached(matrices: Sequence[Matrix]) -> CalibrationError:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from modelopt_lite.dialects.base import Dialect
 from modelopt_lite.errors import InternalError, NonFiniteError
 from modelopt_lite.formats.base import Numerics, amax
 from modelopt_lite.formats.linear import FORMATS, ErrorReport, measure_error
@@ -24,6 +25,7 @@ def quantize_matrices(
     write: Write,
     *,
     numerics: Numerics,
+    dialect: Dialect,
     verify: bool,
 ) -> dict[str, ErrorReport]:
     """Quantize whole groups of matrices and hand every tensor but input scales to the writer.
@@ -34,6 +36,7 @@ def quantize_matrices(
         source_amax: Name on disk -> largest magnitude, as `check_finite` gives it.
         write: Takes each finished tensor.
         numerics: Arithmetic of scales and quotients.
+        dialect: The one that the matrices' outputs belong to.
         verify: Compare what was packed with the source, while that is in memory.
 
     Returns:
@@ -47,18 +50,25 @@ def quantize_matrices(
         weight = _value(matrix, sources)
         shared = group_amax[matrix.weight_group]
         stacked_input_major = matrix.input_major and weight.ndim == 3
-        tensors = fmt.quantize(weight, shared, numerics=numerics, input_major=stacked_input_major)
+        tensors = fmt.quantize(
+            weight,
+            shared,
+            numerics=numerics,
+            input_major=stacked_input_major,
+            scale_dtype=dialect.scale_dtype,
+        )
         if verify:
             turned = fmt.turns(stacked_input_major, numerics)
             errors[matrix.name] = measure_error(
                 fmt, weight, tensors, numerics=numerics, turned=turned
             )
-        outputs = matrix.outputs
-        if tensors.keys() != outputs.keys() - {"input_scale"}:
+        outputs = {k: v for k, v in matrix.outputs.items() if dialect.part_of(k) != "input_scale"}
+        stored = dialect.encode(fmt, tensors, matrix.shape)
+        if stored.keys() != outputs.keys():
             raise InternalError(
-                f"{matrix.name}: {fmt.name} made {sorted(tensors)}, the plan says {sorted(outputs)}"
+                f"{matrix.name}: {fmt.name} made {sorted(stored)}, the plan says {sorted(outputs)}"
             )
-        for suffix, tensor in tensors.items():
+        for suffix, tensor in stored.items():
             write(outputs[suffix], tensor)
     return errors
 

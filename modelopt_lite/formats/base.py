@@ -115,6 +115,19 @@ def row_chunks(w_RK: Tensor, multiple: int = 1) -> Iterator[slice]:
         yield slice(start, min(start + step, w_RK.shape[0]))
 
 
+def rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the smallest numbers of a dtype that are not below positive float32, as float32.
+
+    A scale that is larger by a rounding still covers the amax that it was made of.
+    """
+    if dtype == torch.float32:
+        return scale
+    near = scale.to(dtype)
+    # Without their sign, numbers are in the order of their bits.
+    above = (near.view(torch.int16) + 1).view(dtype)
+    return torch.where(near.float() < scale, above, near).float()
+
+
 def sanitized_amax(amax: Tensor, maxbound: float) -> Tensor:
     """Return float32 amax, with 0 and NaN replaced by ``maxbound`` and the rest made normal.
 

@@ -32,14 +32,12 @@ class LinearFormat:
         quant_algo: The name in the exported configuration.
         codec: How weights are kept.
         inputs: How inputs are rounded.
-        served: Some engine is known to load it.
     """
 
     name: str
     quant_algo: str
     codec: Codec
     inputs: Inputs
-    served: bool = True
 
     @property
     def group_size(self) -> int | None:
@@ -111,7 +109,13 @@ class LinearFormat:
         return (*lead, columns, rows) if stacked_input_major else (*lead, rows, columns)
 
     def quantize(
-        self, w: Tensor, amax: Tensor | None, *, numerics: Numerics, input_major: bool = False
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        input_major: bool = False,
+        scale_dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:
         """Return the tensors on disk but ``input_scale``, by suffix, contiguous.
 
@@ -122,13 +126,16 @@ class LinearFormat:
                 takes that of ``w``. Other formats ignore it.
             numerics: Which arithmetic.
             input_major: The last two axes of ``w`` are swapped, and so are those of the result.
+            scale_dtype: float32 scales of one level are rounded up to numbers that it holds.
 
         Raises:
             NonFiniteError: The amax is NaN or infinite.
             ShapeError: See ``problem``.
         """
         turn = self.turns(input_major, numerics)
-        tensors = self.codec.quantize(_oriented(w, turn), amax, numerics=numerics)
+        tensors = self.codec.quantize(
+            _oriented(w, turn), amax, numerics=numerics, scale_dtype=scale_dtype
+        )
         return {k: t.contiguous() for k, t in _all_oriented(tensors, w.ndim, turn).items()}
 
     def dequantize(
@@ -189,13 +196,11 @@ FORMATS: Mapping[str, LinearFormat] = MappingProxyType(
             LinearFormat("int4_weight_only", "W4A16_AWQ", integer.INT4, inputs.NONE),
             LinearFormat("nvfp4", "NVFP4", fp4.NVFP4, inputs.NVFP4),
             LinearFormat("w4a16_nvfp4", "W4A16_NVFP4", fp4.NVFP4, inputs.NONE),
-            LinearFormat(
-                "w4a16_nvfp4_32", "W4A16_NVFP4", fp4.NVFP4_OF_32, inputs.NONE, served=False
-            ),
+            LinearFormat("w4a16_nvfp4_32", "W4A16_NVFP4", fp4.NVFP4_OF_32, inputs.NONE),
             LinearFormat("w4a8_nvfp4_fp8", "W4A8_NVFP4_FP8", fp4.NVFP4_FOR_FP8, inputs.FP8),
             LinearFormat("mxfp8", "MXFP8", fp8.MXFP8, inputs.MXFP8),
-            LinearFormat("mxfp4", "mxfp4", fp4.MXFP4, inputs.MXFP4, served=False),
-            LinearFormat("w4a16_mxfp4", "mxfp4", fp4.MXFP4, inputs.NONE, served=False),
+            LinearFormat("mxfp4", "mxfp4", fp4.MXFP4, inputs.MXFP4),
+            LinearFormat("w4a16_mxfp4", "mxfp4", fp4.MXFP4, inputs.NONE),
             LinearFormat("w4a8_mxfp4_fp8", "W4A8_MXFP4_FP8", fp4.MXFP4, inputs.FP8),
             # What the peer's preset amounts to: it is not calibrated, and so has no input_scale.
             LinearFormat(

@@ -44,6 +44,8 @@ __all__ = [
 ]
 
 BLOCK = 16
+DIVISOR = "weight_global_scale"
+"""Name of one over ``scale_2``, where that is what was stored: it is divided by."""
 
 # The smallest block scale, 2**-9, times this is the smallest normal float32.
 _MIN_SCALE_2 = 2.0**-117
@@ -112,6 +114,7 @@ def dequantize(
     scale_2: Tensor,
     dtype: torch.dtype = torch.float32,
     block: int = BLOCK,
+    divisor: Tensor | None = None,
 ) -> Tensor:
     """Return the [R, K] (or [E, R, K]) values that the bytes stand for.
 
@@ -123,6 +126,7 @@ def dequantize(
         scale_2: float32 [].
         dtype: Of the result.
         block: Elements that share a scale.
+        divisor: float32 [], divides ``scale`` instead of the product with ``scale_2``.
     """
     out = packed_RP.new_empty((*packed_RP.shape[:-1], packed_RP.shape[-1] * 2), dtype=dtype)
     if not out.numel():
@@ -131,7 +135,8 @@ def dequantize(
     scale_N1 = scale_RB.reshape(-1, 1)
     out_NK = out.view(-1, block)
     for part in row_chunks(out_NK):
-        step_N1 = fp8.decode(scale_N1[part]).mul_(scale_2)
+        step_N1 = fp8.decode(scale_N1[part])
+        step_N1 = step_N1.mul_(scale_2) if divisor is None else step_N1.div_(divisor)
         value_NK = e2m1.decode(packed_NP[part])
         if dtype == torch.float32:
             torch.mul(value_NK, step_N1, out=out_NK[part])

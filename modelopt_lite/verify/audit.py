@@ -15,22 +15,14 @@ from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.errors import AuditError, CheckpointError
 from modelopt_lite.verify.compare import check_errors, compare_with_source
-from modelopt_lite.verify.config import (
-    QuantConfig,
-    check_algo,
-    check_excludes,
-    open_modules,
-)
-from modelopt_lite.verify.export import Export
 from modelopt_lite.verify.files import open_export
 from modelopt_lite.verify.findings import Finding, Severity, shorten
 from modelopt_lite.verify.groups import (
     check_experts,
     check_groups,
     check_kv,
-    check_kv_config,
-    check_listed,
 )
+from modelopt_lite.verify.opening import Opened, open_modules
 from modelopt_lite.verify.source import check_sidecars, check_source
 from modelopt_lite.verify.tensors import check_layout, check_values
 from modelopt_lite.words import counted
@@ -47,7 +39,7 @@ def audit(
     deep: bool = False,
     compare_bytes: bool = True,
 ) -> list[Finding]:
-    """Check an export in the modelopt dialect.
+    """Check an export in the dialect that its config names.
 
     Every tensor is scanned in pieces of a mebibyte; no matrix is ever whole in memory unless
     ``deep``.
@@ -70,11 +62,12 @@ def audit(
     if checkpoint is None:
         return findings
     with checkpoint:
-        export, config, more = open_modules(checkpoint)
-        findings += more
+        opened = open_modules(checkpoint)
+        export = opened.export
+        findings += opened.findings
         original = open_source(Path(source)) if source is not None else None
         try:
-            findings += _check(export, config)
+            findings += _check(opened)
             if original is not None:
                 findings += check_source(export, original, compare_bytes=compare_bytes)
                 findings += check_sidecars(folder, original.path)
@@ -103,7 +96,7 @@ def coverage(folder: Path) -> Coverage | None:
     if checkpoint is None:
         return None
     with checkpoint:
-        export, _, _ = open_modules(checkpoint)
+        export = open_modules(checkpoint).export
         tensors = export.tensors
         files = {info.file for info in tensors.values()}
         return Coverage(len(files), len(tensors), sum(1 for _ in export.packed()))
@@ -135,14 +128,12 @@ def audit_or_raise(folder: Path, *, source: Path, plan: Any) -> None:
         )
 
 
-def _check(export: Export, config: QuantConfig | None) -> Iterator[Finding]:
+def _check(opened: Opened) -> Iterator[Finding]:
+    export = opened.export
     yield from check_values(export)
-    if config is not None:
+    if opened.check is not None:
         yield from check_layout(export)
-        yield from check_algo(export, config)
-        yield from check_excludes(export, config)
-        yield from check_kv_config(export, config)
-    yield from check_listed(export)
+        yield from opened.check(export)
     yield from check_groups(export)
     yield from check_experts(export)
     yield from check_kv(export)

@@ -13,12 +13,12 @@ from modelopt_lite.checkpoint.dequant import DequantizedSource, Source, open_sou
 from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.errors import CheckpointError
-from modelopt_lite.formats.declared import MIXED, same_shape
+from modelopt_lite.formats.declared import same_shape
 from modelopt_lite.formats.linear import FORMATS, ErrorReport, LinearFormat, measure_error
 from modelopt_lite.models.specs import ExpertStorageSpec
-from modelopt_lite.verify.config import open_modules
 from modelopt_lite.verify.export import Export, Module
 from modelopt_lite.verify.findings import Finding
+from modelopt_lite.verify.opening import open_modules
 from modelopt_lite.verify.source import Origin, find_origins
 
 
@@ -40,8 +40,9 @@ def compare_with_source(folder: Path, source: Path) -> dict[str, ErrorReport]:
         CheckpointError: A folder cannot be read, or the export's format is not one of ours.
     """
     checkpoint = Checkpoint(folder)
-    export, _, _ = open_modules(checkpoint)
-    if export.algo != MIXED and not export.declared.formats_of(""):
+    export = open_modules(checkpoint).export
+    packed = list(export.packed())
+    if packed and not any(export.format_of(module) for module in packed):
         raise CheckpointError(
             f"{folder}: quant_algo {export.algo!r} cannot be dequantized here; compare an export "
             f"in one of {', '.join(sorted({f.quant_algo for f in FORMATS.values()}))}"
@@ -67,7 +68,7 @@ def measure(export: Export, source: Source) -> Iterator[tuple[str, ErrorReport]]
         # The wider of the two bounds: an export does not say which arithmetic made it.
         yield (
             name,
-            measure_error(fmt, w, _read(export, module), numerics="modelopt", turned=turned),
+            measure_error(fmt, w, _read(export, module, fmt), numerics="modelopt", turned=turned),
         )
 
 
@@ -88,26 +89,23 @@ def _complete(export: Export, module: Module, fmt: LinearFormat) -> bool:
     turned = export.is_turned(module)
     if fmt.problem(shape, stacked_input_major=turned):
         return False
-    specs = fmt.tensors(shape, stacked_input_major=turned)
     have = {**module.scales, **({"weight": module.weight} if module.weight else {})}
+    wanted = {export.dialect.part_of(s.suffix): s for s in export.wanted(fmt, shape, turned)}
     return all(
-        (info := have.get(spec.suffix)) is not None
+        (info := have.get(part)) is not None
         and info.dtype == spec.dtype
         and same_shape(info.shape, spec.shape)
-        for spec in specs
-        if spec.suffix != "input_scale"
+        for part, spec in wanted.items()
+        if part != "input_scale"
     )
 
 
-def _read(export: Export, module: Module) -> dict[str, Tensor]:
+def _read(export: Export, module: Module, fmt: LinearFormat) -> dict[str, Tensor]:
     infos = {k: v for k, v in module.scales.items() if k.startswith("weight_scale")}
     if module.weight is not None:
         infos["weight"] = module.weight
     read = {k: export.checkpoint.read(info.name) for k, info in infos.items()}
-    scalars = {"weight_scale_2"} | (
-        {"weight_scale"} if read["weight_scale"].numel() == 1 else set()
-    )
-    return {k: v.reshape(()) if k in scalars and v.shape == (1,) else v for k, v in read.items()}
+    return export.dialect.decode(fmt, read)
 
 
 class _SourceReader:

@@ -11,7 +11,7 @@ from typing import Any
 from modelopt_lite.checkpoint.reader import Checkpoint, read_json
 from modelopt_lite.errors import CheckpointError
 from modelopt_lite.formats.declared import MIXED, Declared
-from modelopt_lite.verify.export import Export, Module, nested, read_export
+from modelopt_lite.verify.export import Export, Module, nested
 from modelopt_lite.verify.findings import Finding, shorten
 from modelopt_lite.verify.matchers import sglang_excluded, tensorrt_excluded, vllm_excluded
 
@@ -83,14 +83,13 @@ def read_configs(checkpoint: Checkpoint) -> tuple[QuantConfig | None, list[Findi
     return nested_config or flat, findings
 
 
-def open_modules(checkpoint: Checkpoint) -> tuple[Export, QuantConfig | None, list[Finding]]:
-    """Read the configs, and sort the tensors into modules of the format that they name."""
-    config, findings = read_configs(checkpoint)
+def declared_formats(checkpoint: Checkpoint, config: QuantConfig | None) -> Declared:
+    """Return what both homes together say of each module's format."""
     declared = config.declared if config is not None else Declared()
     flat = checkpoint.config.get("quantization_config")
     if isinstance(flat, dict) and declared.inputs is None:  # only config.json has config_groups
         declared = replace(declared, inputs=Declared.of(flat).inputs)
-    return read_export(checkpoint, declared), config, findings
+    return declared
 
 
 def _read_flat(checkpoint: Checkpoint, findings: list[Finding]) -> QuantConfig | None:

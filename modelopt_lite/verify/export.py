@@ -13,16 +13,19 @@ from torch import Tensor
 
 from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.checkpoint.reader import Checkpoint
+from modelopt_lite.dialects.base import Dialect, Stated
 from modelopt_lite.errors import CheckpointError
-from modelopt_lite.formats.declared import Declared, is_turned
+from modelopt_lite.formats.base import TensorSpec
+from modelopt_lite.formats.declared import is_turned
 from modelopt_lite.formats.linear import LinearFormat
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec, ptq_facts
 
-PACKED_DTYPES = frozenset({torch.float8_e4m3fn, torch.uint8, torch.int8})
+PACKED_DTYPES = frozenset({torch.float8_e4m3fn, torch.uint8, torch.int8, torch.int32})
 _SCALE = re.compile(
     r"(?P<module>.+)(?P<joint>[._])"
-    r"(?P<suffix>weight_scale_2|weight_scale|input_scale|pre_quant_scale)"
+    r"(?P<suffix>weight_scale_2|weight_scale|input_scale|pre_quant_scale"
+    r"|weight_packed|weight_global_scale|input_global_scale|weight_shape)"
 )
 _KV_SCALE = re.compile(r"(?P<module>.+)\.(?P<which>[kv])_scale")
 _KV_BIAS = re.compile(r".+\.[kv]_proj\.[kv]_bias")
@@ -36,7 +39,7 @@ class Module:
     Attributes:
         name: ``….q_proj``, or ``….experts.gate_up_proj`` where ``stacked``.
         weight: Its weight; None where only scales exist.
-        scales: Suffix -> tensor.
+        scales: What stands beside it: part (see `modelopt_lite.dialects.base`) -> tensor.
         stacked: All experts of a layer in one tensor, [E, in, out] or [E, out, in].
     """
 
@@ -82,6 +85,7 @@ class Export:
         kv_scales: Scales of the key and value cache.
         kv_biases: Names of the biases of an affine one.
         declared: The formats that the configs state.
+        dialect: How it is written.
     """
 
     folder: Path
@@ -90,7 +94,8 @@ class Export:
     modules: dict[str, Module]
     kv_scales: tuple[KVScale, ...]
     kv_biases: frozenset[str]
-    declared: Declared
+    declared: Stated
+    dialect: Dialect
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -151,19 +156,29 @@ class Export:
         if module.weight is None:
             return ()
         fmt = self.format_of(module)
-        if fmt is None or module.weight.dtype != fmt.codec.code_dtype:
+        if fmt is None or module.weight.dtype != self.dialect.code_dtype(fmt):
             return module.weight.shape
-        return fmt.decoded_shape(module.weight.shape, stacked_input_major=self.is_turned(module))
+        codes, turned = module.weight.shape, self.is_turned(module)
+        return self.dialect.decoded_shape(fmt, codes, stacked_input_major=turned)
+
+    def wanted(self, fmt: LinearFormat, shape: tuple[int, ...], turned: bool) -> list[TensorSpec]:
+        """Return the tensors that a matrix or stack of a format has, its weight first."""
+        parts = fmt.tensors(shape, stacked_input_major=turned)
+        return list(self.dialect.tensors(fmt, parts, shape))
 
 
-def read_export(checkpoint: Checkpoint, declared: Declared) -> Export:
+def read_export(checkpoint: Checkpoint, declared: Stated, dialect: Dialect) -> Export:
     """Sort an export's tensors into modules. Reads nothing but names and headers."""
     modules: dict[str, Module] = {}
     kv_scales = []
     for name, info in checkpoint.tensors.items():
         if match := _SCALE.fullmatch(name):
             module = modules.setdefault(match["module"], Module(match["module"]))
-            module.scales[match["suffix"]] = info
+            part = dialect.part_of(match["suffix"])
+            if part == "weight":
+                module.weight = info
+                continue
+            module.scales[part] = info
             module.stacked = module.stacked or match["joint"] == "_"
         elif match := _KV_SCALE.fullmatch(name):
             kv_scales.append(KVScale(_attention(match["module"]), match["which"], info))
@@ -177,7 +192,8 @@ def read_export(checkpoint: Checkpoint, declared: Declared) -> Export:
     model_type = checkpoint.config.get("model_type")
     spec = get_spec(model_type) if isinstance(model_type, str) else None
     biases = frozenset(name for name in checkpoint.tensors if _KV_BIAS.fullmatch(name))
-    return Export(checkpoint.path, checkpoint, spec, modules, tuple(kv_scales), biases, declared)
+    scales = tuple(kv_scales)
+    return Export(checkpoint.path, checkpoint, spec, modules, scales, biases, declared, dialect)
 
 
 def _may_be_stack(name: str, info: TensorInfo) -> bool:

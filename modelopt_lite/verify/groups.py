@@ -52,7 +52,10 @@ def _check_group(export: Export, members: list[Module]) -> Iterator[Finding]:
     if len(formats) != 1:
         return
     two_level = "weight_scale_2" in members[0].scales
-    shared = ("weight_scale_2", "input_scale") if two_level else ("weight_scale", "input_scale")
+    [fmt] = formats.values()
+    whole = "weight_scale_2" if two_level else "weight_scale"
+    # A matrix of a single block has a scale of one element, too, and engines keep each.
+    shared = (whole, "input_scale") if two_level or fmt.group_size is None else ("input_scale",)
     for suffix in shared:
         infos = [m.scales[suffix] for m in members if suffix in m.scales]
         if len(infos) < 2 or any(info.numel != 1 for info in infos):
@@ -67,14 +70,14 @@ def _check_group(export: Export, members: list[Module]) -> Iterator[Finding]:
             )
 
 
-def check_listed(export: Export) -> Iterator[Finding]:
+def check_listed(export: Export, config: QuantConfig) -> Iterator[Finding]:
     """Rule ``mixed-layers``: where there are several formats, every packed module states its own.
 
     Engines leave what is not listed unquantized, and look for codes where something is.
     """
     if export.algo != MIXED:
         return
-    listed = set(export.declared.layers or {})
+    listed = set(config.declared.layers or {})
     packed = {module.name for module in export.packed()}
     for names, what in (
         (packed - listed, "is packed, and quantized_layers does not list it"),

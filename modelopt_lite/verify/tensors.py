@@ -45,7 +45,7 @@ def _check_packed(export: Export, module: Module, weight: TensorInfo) -> Iterato
         return
     shape = export.logical_shape(module)
     major = export.is_turned(module)
-    wanted_weight = fmt.codec.code_dtype
+    wanted_weight = export.dialect.code_dtype(fmt)
     if weight.dtype != wanted_weight:
         yield Finding(
             "weight-dtype",
@@ -60,12 +60,12 @@ def _check_packed(export: Export, module: Module, weight: TensorInfo) -> Iterato
             f"{problem}; export again",
         )
         return
-    wanted = {spec.suffix: spec for spec in fmt.tensors(shape, stacked_input_major=major)}
-    del wanted["weight"]
-    for suffix, spec in wanted.items():
-        info = module.scales.get(suffix)
+    _, *beside = export.wanted(fmt, shape, major)
+    wanted = {export.dialect.part_of(spec.suffix): spec for spec in beside}
+    for part, spec in wanted.items():
+        info = module.scales.get(part)
         if info is None:
-            yield _missing(module, suffix, fmt.quant_algo)
+            yield _missing(module, spec.suffix, fmt.quant_algo)
         elif info.dtype != spec.dtype:
             yield Finding(
                 "scale-dtype",

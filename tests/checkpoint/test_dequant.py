@@ -382,12 +382,7 @@ def test_plain_source_stays_a_checkpoint(make_checkpoint: MakeCheckpoint) -> Non
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"bits": 4}, "quantized with None"),
         (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "modelopt W4A8_AWQ"),
-        (COMPRESSED | {"format": "pack-quantized"}, "compressed-tensors pack-quantized"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
-        (
-            COMPRESSED | {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "int"}}}},
-            "'int'",
-        ),
     ],
 )
 def test_unknown_methods(

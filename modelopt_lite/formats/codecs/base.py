@@ -62,7 +62,14 @@ class Codec(ABC):
         return codes
 
     @abstractmethod
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:
         """Return the tensors by suffix; arguments as for ``LinearFormat.quantize``."""
 
     @abstractmethod

@@ -32,9 +32,16 @@ class _PerTensor(Codec):
             TensorSpec("weight_scale", torch.float32, ()),
         )
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:
         amax = finite(base.amax(w) if amax is None else amax, "a weight")
-        scale = fp8.scale_from_amax(amax, numerics=numerics)
+        scale = base.rounded_up(fp8.scale_from_amax(amax, numerics=numerics), scale_dtype)
         return {"weight": _quantize(w, _of(w, scale), numerics), "weight_scale": scale}
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -60,8 +67,16 @@ class _PerRow(Codec):
             TensorSpec("weight_scale", torch.float32, (*lead, rows)),
         )
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:
         scale = fp8.scale_from_amax(finite(base.row_amax(w), "a weight"), numerics=numerics)
+        scale = base.rounded_up(scale, scale_dtype)
         return {"weight": _quantize(w, scale, numerics), "weight_scale": scale}
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -100,14 +115,24 @@ class _Blocks(Codec):
             TensorSpec("weight_scale", torch.float32, scale),
         )
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:
         if w.ndim == 3:
-            parts = stacked([self.quantize(part, None, numerics="exact") for part in w])
+            parts = stacked(
+                [self.quantize(part, None, numerics="exact", scale_dtype=scale_dtype) for part in w]
+            )
             return {**parts, "weight_scale": parts["weight_scale"][:, :, 0, :, 0]}
         amax_GH = fp8_block.block_amax(w)
         if amax is not None and self.shares_amax(len(w), w.shape[1], numerics):
             amax_GH = amax.view(1, 1)
         scale = fp8.scale_from_amax(finite(amax_GH, "a weight"), numerics=numerics)
+        scale = base.rounded_up(scale, scale_dtype)
         weight = fp8_block.quantize(w, scale, numerics=numerics)
         _, spec = self.tensors((), len(w), w.shape[1], numerics)
         return {"weight": weight, "weight_scale": scale.view(spec.shape)}
@@ -152,7 +177,14 @@ class _MxFp8(Codec):
             TensorSpec("weight_scale", torch.uint8, (*lead, rows, columns // self.block)),
         )
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:
         if w.ndim == 3:
             return stacked([self.quantize(part, None, numerics=numerics) for part in w])
         finite(base.amax(w) if amax is None else amax, "a weight")

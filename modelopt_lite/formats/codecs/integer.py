@@ -31,10 +31,23 @@ class _Int8(Codec):
             TensorSpec("weight_scale", torch.float32, (*lead, rows)),
         )
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:
         if w.ndim == 3:
-            return stacked([self.quantize(part, None, numerics=numerics) for part in w])
+            return stacked(
+                [
+                    self.quantize(part, None, numerics=numerics, scale_dtype=scale_dtype)
+                    for part in w
+                ]
+            )
         scale = integer.int8_scale(finite(base.row_amax(w), "a weight"), numerics=numerics)
+        scale = base.rounded_up(scale, scale_dtype)
         return {"weight": integer.quantize_int8(w, scale), "weight_scale": scale}
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -73,11 +86,24 @@ class _Int4(Codec):
     def matrix_shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
         return (*codes[:-2], 2 * codes[-2], codes[-1])
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:
         if w.ndim == 3:
-            return stacked([self.quantize(part, None, numerics=numerics) for part in w])
+            return stacked(
+                [
+                    self.quantize(part, None, numerics=numerics, scale_dtype=scale_dtype)
+                    for part in w
+                ]
+            )
         own = finite(integer.block_amax(w), "a weight")
         scale = integer.scale_from_amax(own, largest=integer.INT4_MAX, numerics=numerics)
+        scale = base.rounded_up(scale, scale_dtype)
         return {"weight": integer.quantize_int4(w, scale), "weight_scale": scale}
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

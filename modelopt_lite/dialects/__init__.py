@@ -1,0 +1,1 @@
+"""Dialects: how an export names, shapes and describes the tensors of quantized matrices."""

@@ -1,0 +1,96 @@
+"""Which engine loads which format in which dialect, and by which rule it refuses one.
+
+Read from vLLM 0.32.0 (``quantization/modelopt.py``, ``compressed_tensors/schemes``), SGLang 0.5.23
+(``modelopt_quant.py``, ``model_config.py``), TensorRT-LLM (``quantization/modelopt_config.py``,
+``_torch/modules/linear.py``) and transformers 5.14.1 (``quantizers/auto.py``); the last is also
+run: see docs/clients.md. What none of these says is not known, and does not count as loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from modelopt_lite.dialects.compressed_tensors import CompressedTensors
+from modelopt_lite.dialects.modelopt import ModelOpt
+from modelopt_lite.formats import nvfp4
+from modelopt_lite.formats.linear import FORMATS, LinearFormat
+
+ENGINES = ("vLLM", "SGLang", "TensorRT-LLM", "transformers")
+Answer = Literal["loads", "refused", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an engine does with a format, and why where it does not load it."""
+
+    answer: Answer
+    rule: str = ""
+
+
+_LOADS = Verdict("loads")
+_UNKNOWN = Verdict("unknown", "not stated by its source, not run")
+_FP8 = ("fp8", "fp8_per_channel_per_token", "fp8_2d_blockwise_weight_only")
+_NVFP4 = ("nvfp4", "w4a16_nvfp4")
+_LOADED: Mapping[tuple[str, str], tuple[str, ...]] = {
+    (ModelOpt.name, "vLLM"): (*_FP8, *_NVFP4, "mxfp8"),
+    (ModelOpt.name, "SGLang"): ("fp8", *_NVFP4, "mxfp8"),
+    (ModelOpt.name, "TensorRT-LLM"): (
+        "fp8",
+        "fp8_2d_blockwise_weight_only",
+        "int8",
+        "int8_weight_only",
+        "int4_weight_only",
+        "nvfp4",
+        "w4a8_nvfp4_fp8",
+        "w4a8_mxfp4_fp8",
+        "w4a8_mxfp4_fp8_dynamic",
+    ),
+    (CompressedTensors.name, "vLLM"): (
+        *_FP8,
+        *_NVFP4,
+        "int8",
+        "int8_weight_only",
+        "int4_weight_only",
+        "mxfp8",
+    ),
+    (CompressedTensors.name, "transformers"): tuple(FORMATS),
+}
+# The rule by which an engine refuses all formats of a dialect that are not listed above.
+_REFUSING: Mapping[tuple[str, str], str] = {
+    (ModelOpt.name, "vLLM"): "quant_method modelopt knows no quant_algo {algo}",
+    (ModelOpt.name, "SGLang"): "no method belongs to quant_algo {algo}",
+    (ModelOpt.name, "transformers"): "no quantizer belongs to quant_method modelopt",
+}
+# The reader that joins experts, and what it can join.
+_JOINING = (CompressedTensors.name, "transformers")
+_JOINED = ("int4_weight_only", "int8_weight_only")
+# Where the name of a format is known and its blocks are not.
+_BLOCKS = "blocks of NVFP4 have 16 elements, not {block}"
+
+
+def verdict(engine: str, dialect: str, fmt: LinearFormat, *, experts: bool = False) -> Verdict:
+    """Return what an engine does with a format in a dialect.
+
+    Args:
+        engine: One of ``ENGINES``.
+        dialect: Name of the dialect.
+        fmt: The format.
+        experts: The model has experts in that format, not only linear layers.
+    """
+    if experts and (dialect, engine) == _JOINING and fmt.name not in _JOINED:
+        return Verdict("refused", "transformers 5 joins experts, and decompresses words alone")
+    if fmt.name in _LOADED.get((dialect, engine), ()):
+        return _LOADS
+    if (rule := _REFUSING.get((dialect, engine))) is None:
+        return _UNKNOWN
+    known = {FORMATS[name].quant_algo for name in _NVFP4}
+    if "{algo}" in rule and fmt.quant_algo in known and fmt.group_size != nvfp4.BLOCK:
+        rule = _BLOCKS
+    return Verdict("refused", rule.format(algo=fmt.quant_algo, block=fmt.group_size))
+
+
+def loading(dialect: str, fmt: LinearFormat) -> list[str]:
+    """Return the engines that are known to load a format in a dialect."""
+    return [e for e in ENGINES if verdict(e, dialect, fmt).answer == "loads"]

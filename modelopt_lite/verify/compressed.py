@@ -1,0 +1,90 @@
+"""Rule 5 in the compressed-tensors dialect: the config tells the story that the tensors tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from modelopt_lite.checkpoint.reader import Checkpoint
+from modelopt_lite.dialects.compressed_tensors import MIXED_FORMATS, STATUS
+from modelopt_lite.dialects.schemes import Schemes
+from modelopt_lite.verify.export import Export
+from modelopt_lite.verify.findings import Finding, shorten
+
+
+def read_schemes(checkpoint: Checkpoint) -> tuple[Schemes, list[Finding]]:
+    """Read the groups of ``config.json``. Rules: ``config-status``, ``config-format``."""
+    section = checkpoint.config["quantization_config"]
+    path = checkpoint.path / "config.json"
+    stated = Schemes.of(section)
+    findings = []
+    if section.get("quantization_status") != STATUS:
+        findings.append(
+            Finding(
+                "config-status",
+                f"{path}: quantization_status is {section.get('quantization_status')!r}, must be "
+                f"{STATUS!r}; transformers then takes codes for weights, export again",
+            )
+        )
+    formats = {scheme.format for scheme in stated.schemes}
+    if len(formats) > 1 and stated.format != MIXED_FORMATS:
+        findings.append(
+            Finding(
+                "config-format",
+                f"{path}: format is {stated.format!r}, and the groups have {len(formats)} formats "
+                f"({shorten(sorted(map(str, formats)))}); it must be {MIXED_FORMATS!r}",
+            )
+        )
+    return stated, findings
+
+
+def check_schemes(export: Export, stated: Schemes) -> Iterator[Finding]:
+    """Compare what the config says of each module with its tensors.
+
+    Rules: ``config-groups``, ``excluded-but-packed``, ``unpacked-not-excluded``, ``kv-config``.
+    """
+    for module in export.packed():
+        scheme = stated.scheme_of(module.name)
+        if scheme is None or scheme.known is None:
+            yield Finding(
+                "config-groups",
+                f"{export.folder}: {module.name!r} is packed, and no group of config.json has "
+                "a known format for it; export again",
+            )
+        if stated.ignores(module.name):
+            yield Finding(
+                "excluded-but-packed",
+                f"{export.folder}: {module.name!r} is packed, and the config ignores it; correct "
+                "the list",
+            )
+    left = [
+        module.name
+        for module in export.modules.values()
+        # Readers do not quantize embeddings, listed or not.
+        if module.weight is not None and not module.packed and "embed" not in module.role
+        if stated.scheme_of(module.name) and not stated.ignores(module.name)
+    ]
+    if left:
+        yield Finding(
+            "unpacked-not-excluded",
+            f"{export.folder}: {shorten(left)} is not packed, and the config does not ignore "
+            "it; readers then look for its codes, add it",
+        )
+    yield from _check_cache(export, stated)
+
+
+def _check_cache(export: Export, stated: Schemes) -> Iterator[Finding]:
+    if bool(stated.kv_cache) != bool(export.kv_scales):
+        yield Finding(
+            "kv-config",
+            f"{export.folder}: kv_cache_scheme is {stated.kv_cache!r}, and "
+            f"{len(export.kv_scales)} tensors k_scale and v_scale exist; readers want both or "
+            "none, export again",
+        )
+    if stated.kv_cache and (stated.kv_cache.get("num_bits"), stated.kv_cache.get("type")) != (
+        8,
+        "float",
+    ):
+        yield Finding(
+            "kv-config",
+            f"{export.folder}: kv_cache_scheme is {stated.kv_cache!r}; engines know FP8 alone",
+        )
