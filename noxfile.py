@@ -86,6 +86,16 @@ def wheel(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def gpu(session: nox.Session) -> None:
+    """On a machine with a GPU: the oracle tests on it, then offloading against accelerate's."""
+    install(session, "-e", ".", *group("test"))
+    session.run("python", "-c", "import torch; torch.zeros(1, device='cuda')", silent=True)
+    session.run("pytest", "-m", "gpu", *session.posargs)
+    shares = ("--resident", "0.5", "0.2")
+    session.run("python", "benchmarks/offload.py", "--device", "cuda", *shares, "--plain")
+
+
+@nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
     """Quantize the bundled model to FP8 and NVFP4, audit both, and print what it cost."""
     install(session, ".")

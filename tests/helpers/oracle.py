@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from modelopt_lite.offload import HostDevice, OffloadConfig, OffloadManager, Phase
+from modelopt_lite.offload.cargo import inner_fields
 from modelopt_lite.offload.config import LoadStrategy
-from modelopt_lite.offload.device import Device
+from modelopt_lite.offload.device import Device, current_device
 from modelopt_lite.offload.simdevice import SimDevice
 
 DEVICES: dict[str, Callable[[], Device]] = {
@@ -21,6 +23,9 @@ DEVICES: dict[str, Callable[[], Device]] = {
     "sim": lambda: SimDevice(1 << 28),
     "sim_blocking": lambda: SimDevice(1 << 28, host_blocks=True),
 }
+# With an accelerator, if there is one: for tests that leave it to `check_passes` to bring inputs.
+ON_ACCELERATOR = [pytest.param("accelerator", marks=pytest.mark.gpu)]
+CHECKED = [*DEVICES, *(ON_ACCELERATOR if torch.accelerator.is_available() else [])]
 QUICK: dict[str, Any] = {"profiling_iters": 2, "pinned_memory": False}
 
 _LOOKS = frozenset(
@@ -65,6 +70,13 @@ def tensors_of(manager: OffloadManager) -> Any:
     tensors = manager.get_tensor_manager()
     assert tensors is not None
     return tensors
+
+
+def make_device(device: str | Device) -> Device:
+    """Return a new device of a name, or the device itself."""
+    if not isinstance(device, str):
+        return device
+    return current_device() if device == "accelerator" else DEVICES[device]()
 
 
 class HostReads(TorchDispatchMode):
@@ -131,7 +143,8 @@ def assert_same(one: Any, other: Any) -> None:
         assert one.dtype == other.dtype
         assert one.shape == other.shape
         if one.numel():
-            mine, yours = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+            pair = one.cpu(), other.cpu()
+            mine, yours = (t.contiguous().reshape(-1).view(torch.uint8) for t in pair)
             assert torch.equal(mine, yours)
     elif isinstance(one, dict):
         assert one.keys() == other.keys()
@@ -146,7 +159,7 @@ def offloaded(
     model: nn.Module, device: str | Device = "sim", **fields: Any
 ) -> Iterator[OffloadManager]:
     """Offload a model; check orders, bytes and the model as it was left at the end."""
-    made = DEVICES[device]() if isinstance(device, str) else device
+    made = make_device(device)
     before = snapshot(model)
     manager = OffloadManager(device=made)
     if isinstance(made, SimDevice):
@@ -177,11 +190,19 @@ def check_passes(
     **fields: Any,
 ) -> None:
     """Run passes through all phases; every one must give the bits of the model before."""
+    made = make_device(device)
+    here = made.torch_device
+
+    def bring_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(lambda x: x.to(here) if isinstance(x, Tensor) else x, (args, kwargs))
+
+    hook = model.register_forward_pre_hook(bring_inputs, with_kwargs=True)
     with torch.no_grad():
-        before = run()
-        with HostReads(OffloadManager()):  # a mode changes which kernels some operations use
-            seen_before = run()
-        with offloaded(model, device, **fields) as manager:
+        with living_on(here, model):
+            before = run()
+            with HostReads(OffloadManager()):  # a mode changes which kernels some operations use
+                seen_before = run()
+        with offloaded(model, made, **fields) as manager:
             values = {n: v.clone() for n, v in model.state_dict().items()}
             for number in range(passes):
                 if number % 2:
@@ -193,7 +214,24 @@ def check_passes(
                 assert_same(dict(model.state_dict()), values)
             assert manager.phase is Phase.INFERENCE
             in_inference(manager)
-        assert_same(run(), before)
+        with living_on(here, model):
+            assert_same(run(), before)
+    hook.remove()
+
+
+@contextmanager
+def living_on(device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Have a model's tensors on a device; afterwards they are what and where they were."""
+    named = (*model.parameters(), *model.buffers())
+    tensors = {id(t): t for tensor in named for t in (tensor, *inner_fields(tensor).values())}
+    before = [(tensor, tensor.data) for tensor in tensors.values()]
+    for tensor, value in before:
+        tensor.data = value.to(device)
+    try:
+        yield
+    finally:
+        for tensor, value in before:
+            tensor.data = value
 
 
 class Block(nn.Module):
