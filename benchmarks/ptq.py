@@ -41,16 +41,26 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3_moe": (
         "QWEN3_MOE",
         {
-            **{"hidden_size": 1024, "num_hidden_layers": 10, "num_experts": 48},
-            **{"num_experts_per_tok": 4, "moe_intermediate_size": 384, "head_dim": 128},
-            **{"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32768},
+            "hidden_size": 1024,
+            "num_hidden_layers": 10,
+            "num_experts": 48,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 384,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 32768,
         },
     ),
     "llama": (
         "LLAMA",
         {
-            **{"hidden_size": 1536, "num_hidden_layers": 12, "intermediate_size": 7168},
-            **{"num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 32000},
+            "hidden_size": 1536,
+            "num_hidden_layers": 12,
+            "intermediate_size": 7168,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "vocab_size": 32000,
         },
     ),
 }

@@ -42,7 +42,8 @@ def audit(
 ) -> list[Finding]:
     """Check an export in the modelopt dialect.
 
-    Every tensor is scanned in pieces of a mebibyte; no matrix is ever whole in memory unless ``deep``.
+    Every tensor is scanned in pieces of a mebibyte; no matrix is ever whole in memory unless
+    ``deep``.
 
     Args:
         folder: The export. Damage of any kind gives findings, not an exception.
