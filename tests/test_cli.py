@@ -320,7 +320,7 @@ def test_plan_shows_where_the_export_goes_and_what_it_calibrates_with(tmp_path: 
 def test_dry_run_gives_the_same_in_python(tmp_path: Path) -> None:
     planned = modelopt_lite.dry_run(TINY, export_dir=tmp_path, recipe="fp8", calib_size=2)
     assert planned["calibration"]["samples"] == 2
-    assert (planned["format"], planned["problems"]) == ("fp8", [])
+    assert (planned["formats"], planned["problems"]) == (["fp8"], [])
     (tmp_path / "mine").touch()
     planned = modelopt_lite.dry_run(
         TINY, export_dir=tmp_path, recipe=DATA_FREE[1], host_memory="1MB"
