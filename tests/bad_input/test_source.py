@@ -160,7 +160,10 @@ def test_an_lfs_pointer(checkpoint: MakeCheckpoint, refuse: Refuse) -> None:
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq"),
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "pack-quantized"),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24"}},
+            "sparse-24",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
         ({"bits": 4}, "None"),
     ],
