@@ -171,12 +171,12 @@ class Request:
         ]
 
     def unit_budget(self) -> int | None:
-        """Return how many bytes of units may be in memory; None: all of them.
+        """Return how many bytes of units may be in memory; None: all of them, or tensor by tensor.
 
         Two layers, one in use and one read ahead; what ``host_memory`` leaves beyond the least that
         the run needs is for reading further ahead.
         """
-        if self.options.offload == "none":
+        if self.options.offload == "none" or self.job.plan.by_tensor:
             return None
         one, two = self.job.unit_bytes()
         if self.options.host_memory is None:

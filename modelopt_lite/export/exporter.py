@@ -14,7 +14,7 @@ from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.checkpoint.names import natural_key
 from modelopt_lite.errors import CalibrationError, NonFiniteError, SpecError
-from modelopt_lite.export.quantize import check_finite, quantize_matrices
+from modelopt_lite.export.quantize import Write, check_finite, quantize_matrices
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.linear import FORMATS, ErrorReport
 from modelopt_lite.offload.units import Unit
@@ -57,14 +57,15 @@ class Exporter:
             if unit.parent is not None:
                 self._parts.setdefault(unit.parent, []).append(unit.name)
         _check_groups(plan.matrices, whole)
-        self._names: list[str] = []
         self.errors: dict[str, ErrorReport] = {}
         self.input_amax: dict[str, Tensor] = {}
 
     def export(
         self, unit: Unit, sources: Mapping[str, Tensor], amax: Mapping[str, Tensor]
     ) -> list[str]:
-        """Write everything that a unit's tensors become. May be called again for the same unit.
+        """Write everything that a unit's tensors become; from any thread, one for each unit.
+
+        May be called again for the same unit.
 
         Args:
             unit: The unit; what it reads has been seen, in full.
@@ -74,20 +75,23 @@ class Exporter:
         Returns:
             The names that they have in the export.
         """
-        self._names = []
+        names: list[str] = []
+
+        def write(output: Output, tensor: Tensor) -> None:
+            self._write(output, tensor)
+            names.append(output.name)
+
         matrices = self._matrices.get(unit.name, [])
         numerics, verify = self._plan.numerics, self._verify
         self.errors.update(
-            quantize_matrices(
-                matrices, sources, amax, self._write, numerics=numerics, verify=verify
-            )
+            quantize_matrices(matrices, sources, amax, write, numerics=numerics, verify=verify)
         )
-        self._export_input_scales(self._scaled.get(unit.name, []))
+        self._export_input_scales(self._scaled.get(unit.name, []), write)
         for name, value in sources.items():
             for copy in self._copies.get(name, ()):
-                self._write(copy.output, value[copy.region] if copy.region else value)
-        self._export_cache_scales(unit)
-        return self._names
+                write(copy.output, value[copy.region] if copy.region else value)
+        self._export_cache_scales(unit, write)
+        return names
 
     def sees_inputs(self, unit: Unit) -> bool:
         """Whether what the unit becomes depends on what enters it."""
@@ -124,17 +128,18 @@ class Exporter:
                 sources = {name: self._source.read(name) for name in names}
                 self.export(unit, sources, check_finite(sources))
         for matrices in self._scaled.values():
-            self._export_input_scales([m for m in matrices if not self._has_input_scale(m)])
+            left = [m for m in matrices if not self._has_input_scale(m)]
+            self._export_input_scales(left, self._write)
         for copies in self._copies.values():
             for copy in copies:
                 if not self._sink.is_taken(copy.output.name):
                     self._copy(copy)
 
-    def _export_input_scales(self, matrices: Sequence[Matrix]) -> None:
+    def _export_input_scales(self, matrices: Sequence[Matrix], write: Write) -> None:
         self.input_amax.update(self._inputs(matrices))
         for matrix in matrices:
             scale = FORMATS[matrix.format].input_scale(self.input_amax[str(matrix.input_group)])
-            self._write(matrix.outputs["input_scale"], scale)
+            write(matrix.outputs["input_scale"], scale)
 
     def _is_written(self, matrix: Matrix) -> bool:
         outputs = matrix.outputs.items()
@@ -146,7 +151,6 @@ class Exporter:
     def _write(self, output: Output, tensor: Tensor) -> None:
         again = self._sink.is_taken(output.name)
         self._sink.write(output.name, tensor.to(output.dtype), again=again)
-        self._names.append(output.name)
 
     def _copy(self, copy: Copy) -> None:
         value = self._source.read(copy.source)
@@ -183,7 +187,7 @@ class Exporter:
             return [Site(matrix.entry, expert) for expert in range(matrix.shape[0])]
         return [matrix.site]
 
-    def _export_cache_scales(self, unit: Unit) -> None:
+    def _export_cache_scales(self, unit: Unit, write: Write) -> None:
         for scales in self._plan.kv_cache:
             if scales.unit != unit.name:
                 continue
@@ -197,9 +201,9 @@ class Exporter:
                         "its KV cache has no scales; run without kv_cache"
                     )
                 found = seen[scales.module]
-                self._write(output, fp8.scale_from_amax(found.amax.float()))
+                write(output, fp8.scale_from_amax(found.amax.float()))
                 if bias is not None and found.bias is not None:
-                    self._write(bias, found.bias)
+                    write(bias, found.bias)
 
 
 def _unreached(matrices: Sequence[Matrix]) -> CalibrationError:
