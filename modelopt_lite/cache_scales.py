@@ -15,7 +15,8 @@ from modelopt_lite.formats.cache import CacheFormat
 from modelopt_lite.models.specs import PTQSpec
 from modelopt_lite.offload.patterns import match_part
 from modelopt_lite.offload.units import text_model
-from modelopt_lite.select import Output, TensorShape
+from modelopt_lite.select import Output
+from modelopt_lite.structure import TensorShape
 
 
 @dataclass(frozen=True, slots=True)

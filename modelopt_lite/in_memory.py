@@ -23,11 +23,20 @@ from modelopt_lite.errors import CalibrationError
 from modelopt_lite.export.exporter import Exporter
 from modelopt_lite.export.quantize import check_finite
 from modelopt_lite.formats.base import Numerics
-from modelopt_lite.job import Job, check_model_type, in_dialects, pick_device, plan_for
+from modelopt_lite.job import (
+    Job,
+    check_model_type,
+    in_dialects,
+    pick_device,
+    plan_for,
+    tensor_shapes,
+)
+from modelopt_lite.models import get_spec
 from modelopt_lite.output import check_export_dir, check_free_space, resolve_checkpoint, staged
 from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.report import Report
 from modelopt_lite.run import Run, cache_stats, fill_report, run_details
+from modelopt_lite.structure import structure_of
 
 _STATE = "_modelopt_lite_calibration"
 
@@ -113,9 +122,10 @@ def export_hf(
     on_disk = open_source(folder)
     model_type = check_model_type(on_disk.config, None, folder)
     with quiet_transformers():
-        plan = plan_for(
-            model, on_disk, state.recipe, model_type, state.numerics, state.on_bad_shape
-        )
+        structure = structure_of(model, tensor_shapes(on_disk), get_spec(model_type))
+    plan = plan_for(
+        structure, on_disk, state.recipe, model_type, state.numerics, state.on_bad_shape
+    )
     plan, *also = in_dialects(plan, dialect_names(dialect), on_disk.config)
     job = Job(folder, on_disk, model, model_type, plan, pick_device("cpu"), tuple(also))
     check_export_dir(target, folder, overwrite=overwrite)

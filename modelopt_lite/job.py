@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,12 +23,15 @@ from modelopt_lite.dialects.modelopt import ModelOpt
 from modelopt_lite.errors import CheckpointError, RecipeError
 from modelopt_lite.export.translate import translate
 from modelopt_lite.formats.base import Numerics
+from modelopt_lite.models import get_spec
+from modelopt_lite.naming import UnclearNamesError, structure_from_names
 from modelopt_lite.offload.expert_parts import split_experts
 from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.units import Unit
-from modelopt_lite.plan import Plan, make_plan
+from modelopt_lite.plan import Plan, make_plan, needs_data
 from modelopt_lite.recipes import Recipe
-from modelopt_lite.select import TensorShape
+from modelopt_lite.structure import Structure, TensorShape, structure_of
+from modelopt_lite.tensor_units import stream_tensors
 
 
 @contextmanager
@@ -49,7 +53,8 @@ def collector_paused() -> Iterator[None]:
 class Job:
     """What a run works on.
 
-    ``also`` has the plans of further dialects, written in the same run.
+    ``model`` is None where the plan was made without one; ``also`` has the plans of further
+    dialects, written in the same run.
     """
 
     folder: Path
@@ -97,11 +102,21 @@ class Job:
 
     def unit_bytes(self) -> tuple[int, int]:
         """Return the bytes of weights in memory at the least, and with one layer read ahead."""
+        if self.plan.by_tensor:
+            largest = max(self.unit_sizes())
+            return largest, 2 * largest
         store = self.store()
         sizes = {unit: store.bytes_of(unit) for unit in self.plan.units}
         whole = sum(size for unit, size in sizes.items() if not unit.name)
         layer = max((size for unit, size in sizes.items() if unit.is_layer), default=0)
         return whole + max(sizes.values()), whole + max(2 * layer, *sizes.values())
+
+    def unit_sizes(self) -> list[int]:
+        """Return the bytes of each unit: of tensors on disk, decoded, or of the model's entries."""
+        sizes = {name: info.nbytes for name, info in self.source.tensors.items()}
+        if not self.plan.by_tensor:
+            sizes = {n: t.nbytes for n, t in self.model.state_dict(keep_vars=True).items()}
+        return [sum(sizes[entry] for entry in unit.entries) for unit in self.plan.units]
 
     def split_experts(self, room: int) -> int | None:
         """Have experts come in a few at a time where a layer takes more than ``room`` bytes.
@@ -165,7 +180,7 @@ def prepare(
     device: str | torch.device | None,
     dialects: Sequence[str] = (ModelOpt.name,),
 ) -> Job:
-    """Read the source's headers, build its model without weights, and plan.
+    """Read the source's headers, build its model without weights where it is needed, and plan.
 
     Raises:
         ModelOptLiteError: Anything that can be known before a weight is read.
@@ -176,12 +191,24 @@ def prepare(
         raise RecipeError(f'numerics must be "exact" or "modelopt", got {numerics!r}')
     source = open_source(folder)
     model_type = check_model_type(source.config, model_type, folder)
-    model = build_meta_model(folder, source.config, trust_remote_code=trust_remote_code)
-    plan = plan_for(model, source, recipe, model_type, numerics, on_bad_shape)
+    structure, notes = None, []
+    if not needs_data(recipe):
+        try:
+            structure = read_names(source, model_type, trust_remote_code=trust_remote_code)
+        except UnclearNamesError as error:
+            notes.append(f"planned by the model in the installed transformers: {error}")
+    if structure is None:
+        model = build_meta_model(folder, source.config, trust_remote_code=trust_remote_code)
+        structure = structure_of(model, tensor_shapes(source), get_spec(model_type))
+    plan = plan_for(structure, source, recipe, model_type, numerics, on_bad_shape)
+    plan.notes += notes
     place = pick_device(device)
-    move_buffers(model, place)
+    if not plan.needs_calibration:
+        stream_tensors(plan, source.tensors)
+    elif structure.model is not None:
+        move_buffers(structure.model, place)
     plan, *also = in_dialects(plan, dialects, source.config)
-    return Job(folder, source, model, model_type, plan, place, tuple(also))
+    return Job(folder, source, structure.model, model_type, plan, place, tuple(also))
 
 
 def in_dialects(plan: Plan, dialects: Sequence[str], config: Mapping[str, Any]) -> list[Plan]:
@@ -194,8 +221,26 @@ def in_dialects(plan: Plan, dialects: Sequence[str], config: Mapping[str, Any]) 
     return [translate(plan, make_dialect(name, dtype)) for name in dialects]
 
 
+def read_names(source: Source, model_type: str, *, trust_remote_code: bool) -> Structure:
+    """Return the structure of a source's model, understood from the names of its tensors.
+
+    Raises:
+        UnclearNamesError: The model has to be asked.
+        CheckpointError: config.json states a dtype of no model.
+    """
+    model_dtype(source.config)
+    if trust_remote_code and source.config.get("auto_map"):
+        raise UnclearNamesError("the checkpoint brings code, which is trusted")
+    return structure_from_names(tensor_shapes(source), get_spec(model_type), source.config)
+
+
+def tensor_shapes(source: Source) -> dict[str, TensorShape]:
+    """Return shape and dtype of every tensor of a source."""
+    return {name: TensorShape(info.shape, info.dtype) for name, info in source.tensors.items()}
+
+
 def plan_for(
-    model: nn.Module,
+    structure: Structure,
     source: Source,
     recipe: Recipe,
     model_type: str,
@@ -203,10 +248,9 @@ def plan_for(
     on_bad_shape: str,
 ) -> Plan:
     """Plan a run on a source's tensors."""
-    tensors = {name: TensorShape(info.shape, info.dtype) for name, info in source.tensors.items()}
     plan = make_plan(
-        model,
-        tensors,
+        structure,
+        tensor_shapes(source),
         recipe,
         model_type=model_type,
         numerics=numerics,
@@ -277,18 +321,19 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def versions() -> dict[str, str]:
+def versions(job: Job) -> dict[str, str]:
     """Return what the bytes of an export depend on besides its inputs."""
-    import transformers
-
     from modelopt_lite import __version__
 
-    return {
+    found = {
         "modelopt_lite": __version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": str(torch.get_num_threads()),
     }
+    if job.model is not None:
+        found["transformers"] = importlib.metadata.version("transformers")
+    if job.plan.needs_calibration:  # products round differently on another number of threads
+        found["threads"] = str(torch.get_num_threads())
+    return found

@@ -9,32 +9,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
 
 import torch
-from torch import nn
 
 from modelopt_lite.cache_scales import KVCacheScale, find_caches
 from modelopt_lite.calibrate.observe import Site
-from modelopt_lite.checkpoint.names import NameMap, Region, map_names, natural_key
+from modelopt_lite.checkpoint.names import NameMap, Region, natural_key
 from modelopt_lite.dialects.base import Dialect
 from modelopt_lite.dialects.modelopt import ModelOpt
 from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.formats.base import Numerics, TensorSpec
-from modelopt_lite.formats.cache import CACHE_FORMATS
+from modelopt_lite.formats.cache import CACHE_FORMATS, CacheFormat
 from modelopt_lite.formats.linear import FORMATS, LinearFormat, get_format
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ModelSpec, PTQSpec, ptq_facts
-from modelopt_lite.offload.units import Unit, find_units, output_head
+from modelopt_lite.offload.units import Unit
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import (
     Candidate,
     Output,
-    TensorShape,
     apply_recipe,
     check_shapes,
     find_candidates,
 )
+from modelopt_lite.structure import Structure, TensorShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +112,7 @@ class Plan:
         kv_cache: Scales of the key and value cache.
         excluded: Module on disk -> why it is not quantized.
         units: How the model is streamed, in the order of its modules.
+        by_tensor: Units are runs of tensors on disk instead, and hold names on disk.
         notes: What a user should know.
         fallbacks: Where the plan departs from what was asked; ``strict`` makes that a failure.
         dialect: How the export names, shapes and describes tensors; see `export.translate`.
@@ -129,6 +128,7 @@ class Plan:
     excluded: dict[str, str]
     unquantized: list[str]
     units: list[Unit]
+    by_tensor: bool = False
     notes: list[str] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
     dialect: Dialect = field(default_factory=ModelOpt)
@@ -153,7 +153,7 @@ class Plan:
 
 
 def make_plan(
-    model: nn.Module,
+    structure: Structure,
     tensors: Mapping[str, TensorShape],
     recipe: Recipe,
     *,
@@ -164,7 +164,7 @@ def make_plan(
     """Settle what a run does.
 
     Args:
-        model: The model, on the meta device.
+        structure: What the tensors are in the model.
         tensors: What the source holds.
         recipe: What to quantize.
         model_type: Selects the spec.
@@ -172,7 +172,6 @@ def make_plan(
         on_bad_shape: "error", or "skip" to leave a matrix that its format cannot hold.
 
     Raises:
-        CheckpointError: The source lacks a tensor that the model needs.
         RecipeError: An unknown format, a pattern that selects nothing, or nothing to quantize.
         ShapeError: A matrix that the format cannot hold.
         SpecError: The model's experts cannot be understood without a spec.
@@ -182,9 +181,9 @@ def make_plan(
     cache = CACHE_FORMATS[recipe.kv_cache] if recipe.kv_cache else None
     spec = get_spec(model_type)
     ptq = ptq_facts(spec)
-    names = map_names(model, {name: info.shape for name, info in tensors.items()})
+    names = structure.names
     modules = (name.rpartition(".")[0] for name in tensors)
-    candidates = apply_recipe(find_candidates(model, names, tensors, spec), recipe, modules)
+    candidates = apply_recipe(find_candidates(structure, tensors, spec), recipe, modules)
     candidates = _whole_groups(check_shapes(candidates, on_bad_shape, numerics), ptq)
     if all(c.skip for c in candidates) and (recipe.formats or cache is None):
         reasons = sorted({str(c.skip) for c in candidates})
@@ -192,8 +191,7 @@ def make_plan(
             f"the recipe {recipe.name!r} leaves nothing to quantize (matrices: {len(candidates)}, "
             f"left out as: {'; '.join(reasons[:5])}); change its patterns or its format"
         )
-    units = find_units(model, ptq.layer_names)
-    unit_of = {entry: unit.name for unit in units for entry in unit.entries}
+    unit_of = {entry: unit.name for unit in structure.units for entry in unit.entries}
     matrices = _matrices(candidates, names, unit_of, numerics, ptq)
     plan = Plan(
         recipe=recipe,
@@ -202,22 +200,42 @@ def make_plan(
         spec=spec,
         matrices=matrices,
         copies=_copies(candidates, matrices, tensors, _widened(ptq, numerics)),
-        kv_cache=(
-            find_caches(model, names, tensors, unit_of, ptq, cache)
-            if cache is not None and cache.scaled
-            else []
-        ),
+        kv_cache=_kv_cache(structure, tensors, unit_of, ptq, cache),
         excluded={c.name: c.skip for c in candidates if c.skip},
         unquantized=[],
-        units=units,
+        units=list(structure.units),
     )
-    plan.unquantized = _unquantized_modules(plan, model)
+    plan.unquantized = _unquantized_modules(plan, structure)
     if spec is None:
         plan.fallbacks.append(
             f"no spec for model_type {model_type!r}: linear layers and experts were found by "
             "structure alone (models/README.md tells how to add it)"
         )
     return plan
+
+
+def needs_data(recipe: Recipe) -> bool:
+    """Whether a recipe asks for scales that depend on the inputs that the model sees.
+
+    Raises:
+        RecipeError: An unknown format.
+    """
+    cache = CACHE_FORMATS[recipe.kv_cache] if recipe.kv_cache else None
+    static = [get_format(name).static_input for name in recipe.formats]
+    return any(static) or (cache is not None and cache.scaled)
+
+
+def _kv_cache(
+    structure: Structure,
+    tensors: Mapping[str, TensorShape],
+    unit_of: Mapping[str, str],
+    ptq: PTQSpec,
+    cache: CacheFormat | None,
+) -> list[KVCacheScale]:
+    if cache is None or not cache.scaled:
+        return []
+    assert structure.model is not None, "scales of a cache need a model"
+    return find_caches(structure.model, structure.names, tensors, unit_of, ptq, cache)
 
 
 def fused_group(name: str, role: str, ptq: PTQSpec) -> str | None:
@@ -340,9 +358,9 @@ def _copies(
     return copies
 
 
-def _unquantized_modules(plan: Plan, model: Any) -> list[str]:
+def _unquantized_modules(plan: Plan, structure: Structure) -> list[str]:
     """Modules with a weight that a reader could take for a linear layer's, and that is left."""
-    modules = set()
+    modules = set(structure.tied_heads)
     for copy in plan.copies:
         name, _, leaf = copy.output.name.rpartition(".")
         if len(copy.output.shape) < 2 or not copy.output.dtype.is_floating_point:
@@ -350,7 +368,4 @@ def _unquantized_modules(plan: Plan, model: Any) -> list[str]:
         stack = len(copy.output.shape) == 3 and "bias" not in leaf and "expert" in name
         if leaf == "weight" or stack:
             modules.add(name)
-    if head := output_head(model):
-        tied = (alias.rpartition(".")[0] for alias in plan.names.aliases)
-        modules.update(name for name in tied if model.get_submodule(name) is head[1])
     return sorted(modules - {m.name for m in plan.matrices}, key=natural_key)

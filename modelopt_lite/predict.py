@@ -24,6 +24,7 @@ from modelopt_lite.job import Job, collector_paused
 from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.stream import expected_order
 from modelopt_lite.offload.units import Unit, output_head
+from modelopt_lite.tensor_units import READ_AHEAD
 
 BANDWIDTH = 10**9
 """Bytes a second of a disk, where none is given."""
@@ -130,16 +131,16 @@ def predict(
         waiting: Bytes of waiting activations in memory; the others lie on disk. None: all.
         all_experts: Every expert sees every token.
     """
-    store, shapes = job.store(), _Shapes(job, all_experts)
     on_host = job.device.type == "cpu"
     outputs = sum(len(file.tensors) for part in layout.parts.values() for file in part.files)
     work = {
-        "weights": _weights(job, store, budget) if batches else _weights_without_data(job),
+        "weights": _weights(job, job.store(), budget) if batches else _weights_without_data(job),
         "quantizing": _SCRATCH if on_host else _DEVICE_SCRATCH,
         "results to be written": _queued(job),
     }
     on_disk = 0
     if batches:
+        shapes = _Shapes(job, all_experts)
         activations = [math.prod(batch) * shapes.waiting for batch in batches]
         kept = sum(activations)
         if waiting is not None:  # the pass that runs has its own in memory
@@ -261,13 +262,9 @@ def _streamed(job: Job) -> list[Unit]:
 
 
 def _weights_without_data(job: Job) -> int:
-    """Without calibration: the tensors of a unit, and of the one before, not yet let go."""
-    of_unit: dict[str, set[str]] = {}
-    for matrix in job.plan.matrices:
-        of_unit.setdefault(matrix.unit, set()).add(matrix.source)
-    tensors = job.source.tensors
-    sizes = [sum(tensors[name].nbytes for name in names) for names in of_unit.values()]
-    return max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
+    """Without calibration: units that are read, wait, are quantized and are written."""
+    sizes = job.unit_sizes()
+    return sum(sorted(sizes)[-READ_AHEAD:])
 
 
 def _queued(job: Job) -> int:

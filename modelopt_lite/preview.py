@@ -138,11 +138,7 @@ def _describe(request: Request, prediction: Prediction) -> dict[str, Any]:
 
 def _units(request: Request) -> list[dict[str, Any]]:
     job = request.job
-    sizes = {
-        name: tensor.numel() * tensor.element_size()
-        for name, tensor in job.model.state_dict(keep_vars=True).items()
-    }
     return [
-        {"name": unit.name, "is_layer": unit.is_layer, "bytes": sum(sizes[e] for e in unit.entries)}
-        for unit in job.plan.units
+        {"name": unit.name, "is_layer": unit.is_layer, "bytes": size}
+        for unit, size in zip(job.plan.units, job.unit_sizes(), strict=True)
     ]

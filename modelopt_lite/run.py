@@ -17,6 +17,7 @@ from modelopt_lite.checkpoint.journal import JOURNAL, Journal
 from modelopt_lite.checkpoint.shards import ExportLayout
 from modelopt_lite.checkpoint.sidecars import copy_sidecars
 from modelopt_lite.checkpoint.writers import ExportWriter
+from modelopt_lite.data_free import quantizer_count, run_data_free
 from modelopt_lite.export.configs import write_configs
 from modelopt_lite.export.exporter import Exporter
 from modelopt_lite.formats.base import Numerics
@@ -66,7 +67,11 @@ class Run:
             with WriteBehind(writer) as sink:
                 exporter = Exporter([*job.plans.values()], job.source, sink, evidence, self.verify)
                 log.restore(exporter)
-                if self.data is not None:
+                if self.data is None:
+                    with self.report.phase("quantize"):
+                        workers = quantizer_count(job.device)
+                        run_data_free(job, exporter, sink, log, workers=workers, progress=self.tell)
+                else:
                     batches = [batch.to(job.device) for batch in self.data.batches]
                     with self.report.phase("calibrate and quantize"), eager_experts(job.model):
                         run_calibrated(
@@ -91,6 +96,7 @@ class Run:
     def finish(self, folder: Path) -> None:
         """Write everything but the weights, and audit the whole."""
         job = self.job
+        # A config that names no class was read with the model.
         for part, plan in job.plans.items():
             write_configs(folder / part, job.source.config, plan, type(job.model).__name__)
             copy_sidecars(job.folder, folder / part)
@@ -115,8 +121,9 @@ def fill_report(report: Report, job: Job, exporter: Exporter, evidence: Evidence
     report.excluded = plan.excluded
     report.notes += dict.fromkeys(note for p in job.plans.values() for note in p.notes)
     report.fallbacks += plan.fallbacks
-    report.relative_errors = {name: e.relative for name, e in exporter.errors.items()}
-    report.beyond_bound = [name for name, e in exporter.errors.items() if not e.worst <= 1]
+    errors = {m.name: exporter.errors[m.name] for m in plan.matrices if m.name in exporter.errors}
+    report.relative_errors = {name: e.relative for name, e in errors.items()}
+    report.beyond_bound = [name for name, e in errors.items() if not e.worst <= 1]
     report.input_amax = {group: float(amax) for group, amax in exporter.input_amax.items()}
     report.tokens_per_expert, report.cold_experts = expert_usage(plan, evidence)
     if skipped := [n for n, why in plan.excluded.items() if why.startswith(("shape", "engines"))]:
@@ -157,7 +164,7 @@ def run_details(job: Job, data: CalibrationData | None, options: dict[str, Any])
         "recipe": asdict(job.plan.recipe),
         "numerics": job.plan.numerics,
         "options": options,
-        "versions": versions(),
+        "versions": versions(job),
     }
     if data is not None:
         details["calibration"] = {

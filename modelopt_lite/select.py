@@ -1,28 +1,31 @@
 """Decide, tensor by tensor, what is quantized and why the rest is not.
 
 The decision is made on the names on disk. Facts come from the model's spec; a model without one is
-judged by its structure (is the module an ``nn.Linear``, does it sit beside a list of experts), and
-whatever cannot be known that way is an error or a stated reason, never a guess.
+judged by its structure (is it a linear layer, does it sit beside a list of experts), and whatever
+cannot be known that way is an error or a stated reason, never a guess.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import nn
 
-from modelopt_lite.checkpoint.names import NameMap, Region
+from modelopt_lite.checkpoint.names import Region
 from modelopt_lite.errors import RecipeError, ShapeError, SpecError
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.linear import FORMATS
-from modelopt_lite.models import is_moe
-from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec, ptq_facts
+from modelopt_lite.models.specs import (
+    ExpertStorageSpec,
+    ModelSpec,
+    PTQSpec,
+    ptq_facts,
+    storage_facts,
+)
 from modelopt_lite.offload.patterns import match_part, selects
-from modelopt_lite.offload.units import output_head, text_model
 from modelopt_lite.recipes import NO_FORMAT, Recipe
+from modelopt_lite.structure import Structure, TensorShape, is_weight
 from modelopt_lite.words import counted
 
 
@@ -58,14 +61,6 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorShape:
-    """Shape and dtype of a tensor on disk."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
 class Output:
     """A tensor of the export."""
 
@@ -75,69 +70,43 @@ class Output:
 
 
 def find_candidates(
-    model: nn.Module,
-    names: NameMap,
-    tensors: Mapping[str, TensorShape],
-    spec: ModelSpec | None,
+    structure: Structure, tensors: Mapping[str, TensorShape], spec: ModelSpec | None
 ) -> list[Candidate]:
     """List every matrix that could be quantized, with the reason where the model's facts forbid it.
+
+    What a spec names as left out is listed whether or not it is a linear layer: whether a router is
+    one depends on the release of transformers.
 
     Raises:
         SpecError: Stacked experts whose orientation no spec gives.
     """
-    storage = (spec.expert_storage_spec if spec else None) or ExpertStorageSpec()
-    modules = dict(model.named_modules(remove_duplicate=False))
+    storage = storage_facts(spec)
     found: list[Candidate] = []
+    others: list[Candidate] = []
     for source, info in tensors.items():
-        if not info.dtype.is_floating_point or len(info.shape) < 2:
+        if not info.is_matrix:
             continue
-        place = names.place(source)
-        if place is None:
-            continue
-        if len(info.shape) == 2:
-            matrices = _single(modules, source, info, place, storage)
-        else:
-            matrices = _stacked(source, info, storage) if len(info.shape) == 3 else []
-        if not matrices and spec is None and _is_stack(modules, source, info, place[0]):
+        if source in structure.stacks:
             raise SpecError(
                 f"tensor {source!r} {list(info.shape)} holds stacked experts, and no spec says "
                 "which axis is the reduction axis; add the model (models/README.md) before "
                 "quantizing it"
             )
-        found.extend(matrices)
-    return _apply_facts(model, names, found, spec, tensors)
+        if source in structure.linear:
+            found.append(_single(source, info, storage))
+        elif len(info.shape) == 3 and source in structure.names.by_source:
+            found += _stacked(source, info, storage)
+        elif spec is not None and is_weight(source, info):
+            others.append(_single(source, info, storage))
+    return _apply_facts(structure, found, others, spec)
 
 
-def _single(
-    modules: Mapping[str, nn.Module],
-    source: str,
-    info: TensorShape,
-    place: tuple[str, Region],
-    storage: ExpertStorageSpec,
-) -> list[Candidate]:
-    """A 2-D tensor: the weight of a linear layer, or of one expert of a fused parameter."""
-    if not source.endswith(".weight"):
-        return []
+def _single(source: str, info: TensorShape, storage: ExpertStorageSpec) -> Candidate:
+    """A 2-D tensor: the weight of a linear layer or of one expert."""
     name = source.removesuffix(".weight")
     role = name.rpartition(".")[2]
-    expert, container = _expert_of(name, storage)
-    entry, region = place
-    owner = modules[entry.rpartition(".")[0]]
-    in_fused = bool(region) and isinstance(region[0], int)
-    if not (isinstance(owner, nn.Linear) or (in_fused and expert is not None)):
-        return []
-    return [Candidate(name, source, (), info.shape, expert=expert, experts=container, role=role)]
-
-
-def _expert_of(name: str, storage: ExpertStorageSpec) -> tuple[int | None, str | None]:
-    """Split ``…experts.3.gate_proj`` into (3, "…experts")."""
-    parts = name.split(".")
-    depth = storage.container.count(".") + 1
-    for at in range(len(parts) - 2, depth - 1, -1):
-        container = parts[at - depth : at]
-        if parts[at].isdigit() and ".".join(container) == storage.container:
-            return int(parts[at]), ".".join(parts[:at])
-    return None, None
+    expert, container = storage.expert_of(name)
+    return Candidate(name, source, (), info.shape, expert=expert, experts=container, role=role)
 
 
 def _stacked(source: str, info: TensorShape, storage: ExpertStorageSpec) -> list[Candidate]:
@@ -192,83 +161,61 @@ def _slice_expert(
     return (expert, part), (size, shape[2])
 
 
-def _is_stack(modules: Mapping[str, nn.Module], source: str, info: TensorShape, entry: str) -> bool:
-    """Whether a tensor of an unknown model that is no linear layer's holds experts."""
-    parts = entry.split(".")
-    around = [modules[".".join(parts[:end])] for end in range(1, len(parts))]
-    if source.endswith("bias") or isinstance(around[-1], nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return False
-    in_block = len(info.shape) > 2 and any(is_moe(module) for module in around)
-    return in_block or "expert" in source
-
-
 def _apply_facts(
-    model: nn.Module,
-    names: NameMap,
+    structure: Structure,
     found: list[Candidate],
+    others: list[Candidate],
     spec: ModelSpec | None,
-    tensors: Mapping[str, TensorShape],
 ) -> list[Candidate]:
-    """Set the reasons that the architecture gives: head, routers, towers, single outputs."""
-    ptq, heads = ptq_facts(spec), _head_names(model, names)
-    if spec is None:
-        found = _only_text(model, names, found)
+    """Set the reasons that the architecture gives: head, routers, towers, single outputs.
+
+    Of ``others``, which are no linear layers, those are kept that the spec gives a reason for.
+    """
+    ptq = ptq_facts(spec)
     blocks = {c.experts.rpartition(".")[0]: c.experts for c in found if c.experts}
     counts: dict[str, int] = {}
     for c in found:
         if c.experts and c.expert is not None:
             counts[c.experts] = max(counts.get(c.experts, 0), c.expert + 1)
+    named = (_with_skip(c, _named_in_spec(c, blocks, ptq)) for c in others)
     return [
-        _with_skip(c, _fact(c, heads, blocks, counts, ptq)) for c in found if c.source in tensors
+        *(_with_skip(c, _fact(c, structure, blocks, counts, ptq)) for c in found),
+        *(c for c in named if c.skip),
     ]
-
-
-def _only_text(model: Any, names: NameMap, found: list[Candidate]) -> list[Candidate]:
-    """Leave out what a composite model has beside its text model: text never reaches it."""
-    inside = set(text_model(model).modules())
-    kept = []
-    for c in found:
-        place = names.place(c.source)
-        owner = model.get_submodule(place[0].rpartition(".")[0]) if place else None
-        kept.append(c if owner in inside else _with_skip(c, "outside of the text model"))
-    return kept
 
 
 def _fact(
     c: Candidate,
-    heads: set[str],
+    structure: Structure,
     blocks: Mapping[str, str],
     counts: Mapping[str, int],
     ptq: PTQSpec,
 ) -> str | None:
-    if c.name in heads:
+    if c.name in structure.heads:
         return "output head"
     parent = c.name.rpartition(".")[0]
+    if parent in blocks and c.expert is None and c.shape[0] == counts.get(blocks[parent]):
+        return "router"
+    if reason := _named_in_spec(c, blocks, ptq):
+        return reason
+    if c.shape[0] == 1 and not c.stacked:
+        return "one output only"
+    return "outside of the text model" if c.source in structure.outside else None
+
+
+def _named_in_spec(c: Candidate, blocks: Mapping[str, str], ptq: PTQSpec) -> str | None:
     for router in ptq.router_names:
         block, found, _ = f"{c.name}.".rpartition(f".{router}.")
         if found and block in blocks:
             return "router"
-    if parent in blocks and c.expert is None and c.shape[0] == counts.get(blocks[parent]):
-        return "router"
     for pattern in ptq.skip_modules:
         if match_part(pattern, c.name):
             return f"left out by the model's spec ({pattern})"
-    if c.shape[0] == 1 and not c.stacked:
-        return "one output only"
     return None
 
 
 def _with_skip(c: Candidate, skip: str | None) -> Candidate:
     return replace(c, skip=skip) if skip else c
-
-
-def _head_names(model: Any, names: NameMap) -> set[str]:
-    """Names on disk of the output head, wherever the model has one."""
-    head = output_head(model)
-    if head is None:
-        return set()
-    group = names.by_target.get(f"{head[0]}.weight")
-    return {s.removesuffix(".weight") for s in group.sources} if group else {head[0]}
 
 
 def apply_recipe(

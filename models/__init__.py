@@ -33,6 +33,7 @@ from modelopt_lite.models.specs import (
     ExportSpec,
     ModelSpec,
     MoESpec,
+    NamingSpec,
     PTQSpec,
     SpecSection,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "ExportSpec",
     "MoESpec",
     "ModelSpec",
+    "NamingSpec",
     "PTQSpec",
     "SpecSection",
     "get_spec",

@@ -287,12 +287,50 @@ class ExpertStorageSpec(SpecSection):
     export_stacked: bool = False
     shared_expert_names: tuple[str, ...] = ()
 
+    def expert_of(self, module: str) -> tuple[int | None, str | None]:
+        """Split ``…experts.3.gate_proj`` into (3, "…experts"); (None, None) for other names."""
+        parts = module.split(".")
+        depth = self.container.count(".") + 1
+        for at in range(len(parts) - 2, depth - 1, -1):
+            if parts[at].isdigit() and ".".join(parts[at - depth : at]) == self.container:
+                return int(parts[at]), ".".join(parts[:at])
+        return None, None
+
     def roles(self, stacked_name: str) -> tuple[str, ...]:
         """Return which of ``linear_names`` a stacked tensor holds, in order."""
         if len(self.stacked_names) == len(self.linear_names):
             return (self.linear_names[self.stacked_names.index(stacked_name)],)
         down = stacked_name == self.stacked_names[-1]
         return self.linear_names[-1:] if down else self.linear_names[:-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamingSpec(SpecSection):
+    """What a checkpoint's matrices are called, so that one can be understood without the model.
+
+    Paths and names are given in every spelling that checkpoints have.
+
+    Attributes:
+        linear_names: Last parts of the names of a decoder layer's linear layers, the experts'
+            among them, routers not.
+        layer_lists: Paths of the list of decoder layers.
+        embedding_names: The token embedding.
+        head_names: The output head; the first is its name in the model.
+        is_tied: Head and embedding are one where config.json does not say.
+        layer_count_keys: Keys of config.json that give the number of decoder layers, or a list of
+            as many; the first that is there holds.
+    """
+
+    linear_names: tuple[str, ...]
+    layer_lists: tuple[str, ...] = ("model.layers",)
+    embedding_names: tuple[str, ...] = ("model.embed_tokens",)
+    head_names: tuple[str, ...] = ("lm_head",)
+    is_tied: bool = False
+    layer_count_keys: tuple[str, ...] = ("num_hidden_layers",)
+
+
+# q, k, v, o, and a gated MLP, as most models call them.
+GATED_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,6 +348,7 @@ class ModelSpec:
         ep_spec: None for a dense model, or where stock transformers has all that is needed.
         ptq_spec: None when nothing is known: ``STRUCTURAL_PTQ`` then holds.
         expert_storage_spec: None for a dense model.
+        naming_spec: None where names alone do not tell: planning then always needs the model.
 
     Raises:
         ValueError: An empty ``model_type``.
@@ -324,6 +363,7 @@ class ModelSpec:
     ep_spec: EPSpec | None = None
     ptq_spec: PTQSpec | None = None
     expert_storage_spec: ExpertStorageSpec | None = None
+    naming_spec: NamingSpec | None = None
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -331,6 +371,11 @@ class ModelSpec:
             raise ValueError(
                 f"model_type is {self.model_type!r}; give the model_type of the model's config.json"
             )
+
+
+def storage_facts(spec: ModelSpec | None) -> ExpertStorageSpec:
+    """Return how a model's experts are stored, or what is usual."""
+    return (spec.expert_storage_spec if spec else None) or ExpertStorageSpec()
 
 
 def ptq_facts(spec: ModelSpec | None) -> PTQSpec:

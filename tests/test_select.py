@@ -17,11 +17,11 @@ from torch import nn
 
 from modelopt_lite.build import build_meta_model, quiet_transformers
 from modelopt_lite.checkpoint.dequant import open_source
-from modelopt_lite.checkpoint.names import map_names
 from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.models import ExpertStorageSpec, ModelSpec, PTQSpec, get_spec, get_specs
 from modelopt_lite.recipes import Override, Recipe
-from modelopt_lite.select import Candidate, TensorShape, apply_recipe, find_candidates
+from modelopt_lite.select import Candidate, apply_recipe, find_candidates
+from modelopt_lite.structure import TensorShape, structure_of
 
 installed = Version(transformers.__version__)
 CONFIGS = json.loads((Path(__file__).parent / "models" / "tiny.json").read_text())
@@ -41,8 +41,9 @@ def found_in(model_type: str) -> list[tuple[dict[str, TensorShape], list[Candida
             model = build_meta_model(Path(name), source.config, trust_remote_code=False)
             source.close()
         tensors = {n: TensorShape(info.shape, info.dtype) for n, info in source.tensors.items()}
-        names = map_names(model, {n: info.shape for n, info in tensors.items()})
-        found.append((tensors, find_candidates(model, names, tensors, get_spec(model_type))))
+        spec = get_spec(model_type)
+        candidates = find_candidates(structure_of(model, tensors, spec), tensors, spec)
+        found.append((tensors, candidates))
     return found
 
 
@@ -69,7 +70,7 @@ def test_reasons(found: Found) -> None:
         for c in candidates:
             if c.name == "lm_head":
                 assert c.skip == "output head"
-            elif c.name.endswith(("mlp.gate", "mlp.router", "shared_expert_gate", "moe.gate")):
+            elif c.name.endswith((".gate", ".router", "shared_expert_gate")):
                 assert c.skip == "router"
             elif "vision_tower" in c.name:
                 assert c.skip == "left out by the model's spec (*vision_tower*)"
@@ -132,8 +133,8 @@ def candidates_of(
         name: TensorShape(tuple(t.shape), dtype)
         for name, t in model.state_dict(keep_vars=True).items()
     }
-    names = map_names(model, {name: info.shape for name, info in tensors.items()})
-    return {c.name: c for c in find_candidates(model, names, tensors, spec)}
+    structure = structure_of(model, tensors, spec)
+    return {c.name: c for c in find_candidates(structure, tensors, spec)}
 
 
 def test_an_unknown_model_is_judged_by_its_structure() -> None:

@@ -15,7 +15,7 @@ from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.checkpoint.names import natural_key
 from modelopt_lite.errors import CalibrationError, NonFiniteError, SpecError
-from modelopt_lite.export.quantize import check_finite, quantize_matrices
+from modelopt_lite.export.quantize import Write, check_finite, quantize_matrices
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.base import rounded_up
 from modelopt_lite.formats.linear import FORMATS, ErrorReport
@@ -84,14 +84,15 @@ class Exporter:
             if unit.parent is not None:
                 self._parts.setdefault(unit.parent, []).append(unit.name)
         _check_groups(plan.matrices, whole)
-        self._names: list[str] = []
         self.errors: dict[str, ErrorReport] = {}
         self.input_amax: dict[str, Tensor] = {}
 
     def export(
         self, unit: Unit, sources: Mapping[str, Tensor], amax: Mapping[str, Tensor]
     ) -> list[str]:
-        """Write everything that a unit's tensors become. May be called again for the same unit.
+        """Write everything that a unit's tensors become; from any thread, one for each unit.
+
+        May be called again for the same unit.
 
         Args:
             unit: The unit; what it reads has been seen, in full.
@@ -101,13 +102,14 @@ class Exporter:
         Returns:
             The names that they have in the export.
         """
-        self._names = []
+        names: list[str] = []
         for to in self._destinations:
+            write = partial(self._write, to, names)
             found = quantize_matrices(
                 to.matrices.get(unit.name, []),
                 sources,
                 amax,
-                partial(self._write, to),
+                write,
                 numerics=self._plan.numerics,
                 dialect=to.plan.dialect,
                 verify=self._verify,
@@ -115,12 +117,12 @@ class Exporter:
             for name, error in found.items():
                 before = self.errors.get(name, error)
                 self.errors[name] = before if before.worst > error.worst else error
-            self._export_input_scales(to, to.scaled.get(unit.name, []))
-            self._export_cache_scales(to, unit)
+            self._export_input_scales(to, to.scaled.get(unit.name, []), write)
+            self._export_cache_scales(to, unit, write)
         for name, value in sources.items():
             for copy in self._copies.get(name, ()):
-                self._write_copy(copy, value)
-        return self._names
+                self._write_copy(copy, value, names)
+        return names
 
     def sees_inputs(self, unit: Unit) -> bool:
         """Whether what the unit becomes depends on what enters it."""
@@ -160,23 +162,25 @@ class Exporter:
         for to in self._destinations:
             for scaled in to.scaled.values():
                 lacking = [m for m in scaled if not self._has_input_scale(to, m)]
-                self._export_input_scales(to, lacking)
+                self._export_input_scales(to, lacking, partial(self._write, to, []))
         last = self._destinations[-1]
         for copies in self._copies.values():
             for copy in copies:
                 if not self._sink.is_taken(last.prefix + copy.output.name):
                     value = self._source.read(copy.source)
                     check_finite({copy.source: value})  # no unit was checked as it came in
-                    self._write_copy(copy, value)
+                    self._write_copy(copy, value, [])
 
-    def _export_input_scales(self, to: _Destination, matrices: Sequence[Matrix]) -> None:
+    def _export_input_scales(
+        self, to: _Destination, matrices: Sequence[Matrix], write: Write
+    ) -> None:
         self.input_amax.update(self._inputs(matrices))
         for matrix in matrices:
             fmt = FORMATS[matrix.format]
             scale = fmt.input_scale(self.input_amax[str(matrix.input_group)])
             stored = to.plan.dialect.encode(fmt, {"input_scale": scale}, matrix.shape)
             for suffix, output in to.input_outputs(matrix).items():
-                self._write(to, output, rounded_up(stored[suffix], output.dtype))
+                write(output, rounded_up(stored[suffix], output.dtype))
 
     def _is_written(self, matrix: Matrix) -> bool:
         to = self._destinations[-1]  # of several, the last that is written to
@@ -188,14 +192,14 @@ class Exporter:
         outputs = to.input_outputs(matrix).values()
         return all(self._sink.is_taken(to.prefix + output.name) for output in outputs)
 
-    def _write(self, to: _Destination, output: Output, tensor: Tensor) -> None:
+    def _write(self, to: _Destination, names: list[str], output: Output, tensor: Tensor) -> None:
         name = to.prefix + output.name
         self._sink.write(name, tensor.to(output.dtype), again=self._sink.is_taken(name))
-        self._names.append(name)
+        names.append(name)
 
-    def _write_copy(self, copy: Copy, value: Tensor) -> None:
+    def _write_copy(self, copy: Copy, value: Tensor, names: list[str]) -> None:
         for to in self._destinations:
-            self._write(to, copy.output, value[copy.region] if copy.region else value)
+            self._write(to, names, copy.output, value[copy.region] if copy.region else value)
 
     def _inputs(self, matrices: Sequence[Matrix]) -> dict[str, Tensor]:
         """Largest magnitude that entered each input group, over all of its members."""
@@ -227,7 +231,7 @@ class Exporter:
             return [Site(matrix.entry, expert) for expert in range(matrix.shape[0])]
         return [matrix.site]
 
-    def _export_cache_scales(self, to: _Destination, unit: Unit) -> None:
+    def _export_cache_scales(self, to: _Destination, unit: Unit, write: Write) -> None:
         for scales in to.plan.kv_cache:
             if scales.unit != unit.name:
                 continue
@@ -242,9 +246,9 @@ class Exporter:
                     )
                 found = seen[scales.module]
                 scale = rounded_up(fp8.scale_from_amax(found.amax.float()), output.dtype)
-                self._write(to, output, scale.reshape(output.shape))
+                write(output, scale.reshape(output.shape))
                 if bias is not None and found.bias is not None:
-                    self._write(to, bias, found.bias)
+                    write(bias, found.bias)
 
 
 def _unreached(matrices: Sequence[Matrix]) -> CalibrationError:

@@ -93,9 +93,11 @@ def error_bound(w_RK: Tensor, scale_GH: Tensor) -> Tensor:
     block exceeds 448 times its scale.
     """
     _check(w_RK, scale_GH, (BLOCK, BLOCK))
-    scale_RK = scale_GH.repeat_interleave(BLOCK, 0)[: w_RK.shape[0]]
-    scale_RK = scale_RK.repeat_interleave(BLOCK, 1)[:, : w_RK.shape[1]]
-    return fp8.error_bound(w_RK, scale_RK, numerics="exact")
+    bound = torch.empty(w_RK.shape, dtype=torch.float32, device=w_RK.device)
+    for scale_H, band in zip(scale_GH, _bands(w_RK.shape[0]), strict=True):
+        scale_1K = _widened(scale_H, w_RK.shape[1])
+        bound[band] = fp8.error_bound(w_RK[band], scale_1K, numerics="exact")
+    return bound
 
 
 def _bands(rows: int, height: int = BLOCK) -> Iterator[slice]:

@@ -7,7 +7,14 @@ the scales.
 from __future__ import annotations
 
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import EPSpec, ExpertStorageSpec, ModelSpec, MoESpec, PTQSpec
+from modelopt_lite.models.specs import (
+    EPSpec,
+    ExpertStorageSpec,
+    ModelSpec,
+    MoESpec,
+    NamingSpec,
+    PTQSpec,
+)
 
 # Classes, module names, norms and who reads them: measured on built models, transformers 4.57.6,
 # 5.14.1 and 5.24.0. Names on disk: files written by save_pretrained of the same releases.
@@ -59,6 +66,12 @@ register(
             linear_names=("gate_proj", "up_proj", "down_proj"),
             stacked_names=("gate_up_proj", "down_proj"),
             shared_expert_names=("shared_experts",),
+        ),
+        naming_spec=NamingSpec(
+            linear_names=(
+                *("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+                *("gate_proj", "up_proj", "down_proj"),
+            ),
         ),
     )
 )

@@ -8,7 +8,7 @@ in older files, ``model.language_model.*``, ``model.vision_tower.*`` and
 from __future__ import annotations
 
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import ExportSpec, ModelSpec, PTQSpec
+from modelopt_lite.models.specs import GATED_LINEARS, ExportSpec, ModelSpec, NamingSpec, PTQSpec
 
 # Both spellings on disk: key mapping of Gemma3ForConditionalGeneration, transformers 4.57.6.
 # The norm scales by weight + 1: seen by running it with a weight of zeros, transformers 4.57.6,
@@ -28,6 +28,16 @@ register(
                 ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
                 ("pre_feedforward_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
             ),
+        ),
+        naming_spec=NamingSpec(
+            linear_names=GATED_LINEARS,
+            layer_lists=("language_model.model.layers", "model.language_model.layers"),
+            embedding_names=(
+                "language_model.model.embed_tokens",
+                "model.language_model.embed_tokens",
+            ),
+            head_names=("lm_head", "language_model.lm_head"),
+            is_tied=True,
         ),
     )
 )

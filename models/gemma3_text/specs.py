@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import ExportSpec, ModelSpec, PTQSpec
+from modelopt_lite.models.specs import GATED_LINEARS, ExportSpec, ModelSpec, NamingSpec, PTQSpec
 
 # The norm scales by weight + 1: seen by running it with a weight of zeros, transformers 4.57.6,
 # 5.14.1 and 5.24.0. The MLP reads pre_feedforward_layernorm; the two post norms feed the residual.
@@ -21,6 +21,10 @@ register(
                 ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
                 ("pre_feedforward_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
             ),
+        ),
+        naming_spec=NamingSpec(
+            linear_names=GATED_LINEARS,
+            is_tied=True,
         ),
     )
 )

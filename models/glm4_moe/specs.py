@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import EPSpec, ExpertStorageSpec, ModelSpec, MoESpec, PTQSpec
+from modelopt_lite.models.specs import (
+    GATED_LINEARS,
+    EPSpec,
+    ExpertStorageSpec,
+    ModelSpec,
+    MoESpec,
+    NamingSpec,
+    PTQSpec,
+)
 
 # Classes, module names, norms and who reads them: measured on built models, transformers 4.57.6,
 # 5.14.1 and 5.24.0. Names on disk: files written by save_pretrained of the same releases.
@@ -47,5 +55,6 @@ register(
             stacked_names=("gate_up_proj", "down_proj"),
             shared_expert_names=("shared_experts",),
         ),
+        naming_spec=NamingSpec(linear_names=GATED_LINEARS),
     )
 )

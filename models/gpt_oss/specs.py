@@ -6,7 +6,7 @@ Published checkpoints hold the experts as MXFP4 blocks; unpacked they have the l
 from __future__ import annotations
 
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, MoESpec, PTQSpec
+from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, MoESpec, NamingSpec, PTQSpec
 
 # Classes, module names, norms and who reads them: measured on built models, transformers 4.57.6,
 # 5.14.1 and 5.24.0. Names on disk: files written by save_pretrained of the same releases.
@@ -37,5 +37,6 @@ register(
             interleaved_gate_up=True,
             export_stacked=True,
         ),
+        naming_spec=NamingSpec(linear_names=("q_proj", "k_proj", "v_proj", "o_proj")),
     )
 )

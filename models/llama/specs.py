@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import ExportSpec, ModelSpec, PTQSpec
+from modelopt_lite.models.specs import GATED_LINEARS, ExportSpec, ModelSpec, NamingSpec, PTQSpec
 
 # Fuse rules: NVIDIA Model Optimizer 0.47.0, export. o_proj reads sums over tokens of v_proj's
 # channels, down_proj reads up_proj's output times a gate: a scale of a channel passes through.
@@ -28,5 +28,6 @@ register(
                 ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
             ),
         ),
+        naming_spec=NamingSpec(linear_names=GATED_LINEARS),
     )
 )

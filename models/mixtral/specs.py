@@ -12,6 +12,7 @@ from modelopt_lite.models.specs import (
     ExportSpec,
     ModelSpec,
     MoESpec,
+    NamingSpec,
     PTQSpec,
 )
 
@@ -50,6 +51,9 @@ register(
         expert_storage_spec=ExpertStorageSpec(
             linear_names=("w1", "w3", "w2"),
             stacked_names=("gate_up_proj", "down_proj"),
+        ),
+        naming_spec=NamingSpec(
+            linear_names=("q_proj", "k_proj", "v_proj", "o_proj", "w1", "w2", "w3")
         ),
     )
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import ExportSpec, ModelSpec, PTQSpec
+from modelopt_lite.models.specs import ExportSpec, ModelSpec, NamingSpec, PTQSpec
 
 # The norm scales by weight + 1: seen by running it with a weight of zeros, transformers 4.57.6,
 # 5.14.1 and 5.24.0. LayerNorm1P is its name outside transformers.
@@ -23,6 +23,9 @@ register(
                 ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
                 ("post_attention_layernorm", ("mlp.up_proj",)),
             ),
+        ),
+        naming_spec=NamingSpec(
+            linear_names=("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
         ),
     )
 )

@@ -12,6 +12,7 @@ from modelopt_lite.models.specs import (
     ExportSpec,
     ModelSpec,
     MoESpec,
+    NamingSpec,
     PTQSpec,
 )
 
@@ -60,6 +61,15 @@ register(
             linear_names=("up_proj", "down_proj"),
             stacked_names=("up_proj", "down_proj"),
             shared_expert_names=("shared_experts",),
+        ),
+        naming_spec=NamingSpec(
+            linear_names=(
+                *("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj"),
+                *("up_proj", "down_proj", "fc1_latent_proj", "fc2_latent_proj"),
+            ),
+            layer_lists=("backbone.layers",),
+            embedding_names=("backbone.embedding", "backbone.embeddings"),
+            layer_count_keys=("num_hidden_layers", "layers_block_type"),
         ),
     )
 )

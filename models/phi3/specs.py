@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import ModelSpec, PTQSpec
+from modelopt_lite.models.specs import ModelSpec, NamingSpec, PTQSpec
 
 # Module names, norms and who reads them: measured on built models, transformers 4.57.6, 5.14.1
 # and 5.24.0.
@@ -21,5 +21,6 @@ register(
             # vLLM reads qkv_proj.k_scale where there is no k_proj.
             key_value_names=("qkv_proj", "qkv_proj"),
         ),
+        naming_spec=NamingSpec(linear_names=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
     )
 )

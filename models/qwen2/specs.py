@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import ModelSpec, PTQSpec
+from modelopt_lite.models.specs import GATED_LINEARS, ModelSpec, NamingSpec, PTQSpec
 
 # Module names, norms and who reads them: measured on built models, transformers 4.57.6, 5.14.1
 # and 5.24.0.
@@ -19,5 +19,6 @@ register(
                 ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
             ),
         ),
+        naming_spec=NamingSpec(linear_names=GATED_LINEARS),
     )
 )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from modelopt_lite.models.registry import register
 from modelopt_lite.models.specs import (
+    GATED_LINEARS,
     EPSpec,
     ExpertStorageSpec,
     ExportSpec,
     ModelSpec,
     MoESpec,
+    NamingSpec,
     PTQSpec,
 )
 
@@ -52,5 +54,6 @@ register(
             stacked_names=("gate_up_proj", "down_proj"),
             shared_expert_names=("shared_expert",),
         ),
+        naming_spec=NamingSpec(linear_names=GATED_LINEARS),
     )
 )

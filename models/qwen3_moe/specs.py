@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from modelopt_lite.models.registry import register
 from modelopt_lite.models.specs import (
+    GATED_LINEARS,
     EPSpec,
     ExpertStorageSpec,
     ExportSpec,
     ModelSpec,
     MoESpec,
+    NamingSpec,
     PTQSpec,
 )
 
@@ -57,5 +59,6 @@ register(
             linear_names=("gate_proj", "up_proj", "down_proj"),
             stacked_names=("gate_up_proj", "down_proj"),
         ),
+        naming_spec=NamingSpec(linear_names=GATED_LINEARS),
     )
 )
