@@ -126,11 +126,12 @@ def predict(
     Args:
         job: The run; its process is taken to be this one, as it is now.
         layout: What it writes.
-        batches: What it calibrates with; empty where it needs no data.
+        batches: What it calibrates with, where it does.
         budget: Bytes of units in memory at a time; None: all of them.
         waiting: Bytes of waiting activations in memory; the others lie on disk. None: all.
         all_experts: Every expert sees every token.
     """
+    batches = batches if job.plan.needs_calibration else ()
     on_host = job.device.type == "cpu"
     outputs = sum(len(file.tensors) for part in layout.parts.values() for file in part.files)
     work = {
