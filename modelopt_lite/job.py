@@ -27,7 +27,7 @@ from modelopt_lite.offload.units import Unit
 from modelopt_lite.plan import Plan, make_plan, needs_data
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.structure import Structure, TensorShape, structure_of
-from modelopt_lite.tensor_units import READ_AHEAD, stream_tensors
+from modelopt_lite.tensor_units import READ_AHEAD, UNIT_BYTES, stream_tensors
 
 
 @dataclass(slots=True)
@@ -175,7 +175,7 @@ def prepare(
     plan.notes += notes
     place = pick_device(device)
     if not plan.needs_calibration:
-        stream_tensors(plan, source.tensors)
+        stream_tensors(plan, source.tensors, UNIT_BYTES)
     elif structure.model is not None:
         move_buffers(structure.model, place)
     return Job(folder, source, structure.model, model_type, plan, place)

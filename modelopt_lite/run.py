@@ -54,8 +54,9 @@ class Run:
             budget: As for `run_calibrated`.
             all_experts: Every expert sees every token.
         """
-        bound_caches()
         job = self.job
+        if self.data is not None:
+            bound_caches()
         evidence = Evidence(cache=cache_stats(job.plan.recipe, job.plan.numerics))
         if budget is not None and self.data is not None:
             job.fit(budget)
