@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
@@ -37,10 +37,15 @@ def plan_tables(plan: Mapping[str, Any]) -> RenderableType:
         "memory": f"about {bytes_text(plan['memory_estimate'])} beyond the process, "
         f"on {plan['device']}",
         "streamed as": f"{counted(len(plan['units']), 'unit')}, "
-        f"{counted(len(layers), 'decoder layer')} among them, the largest {bytes_text(largest)}",
+        f"{_kinds(layers)}, the largest {bytes_text(largest)}",
     }
     notes = [Text(f"note: {note}") for note in plan["notes"]]
     return Group(facts_table(facts), _linears_table(plan["linears"]), *notes)
+
+
+def _kinds(layers: Sequence[Mapping[str, Any]]) -> str:
+    """What units are: modules, or, where no layer is one, tensors in the order on disk."""
+    return f"{counted(len(layers), 'decoder layer')} among them" if layers else "runs of tensors"
 
 
 def _calibration(plan: Mapping[str, Any]) -> str:
