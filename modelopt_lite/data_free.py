@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -14,10 +16,13 @@ from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.export.exporter import Exporter
 from modelopt_lite.export.quantize import check_finite
 from modelopt_lite.job import Job
+from modelopt_lite.offload.store import Rooms
 from modelopt_lite.offload.units import Unit
 from modelopt_lite.progress import Progress
 from modelopt_lite.resume import UnitLog
+from modelopt_lite.tensor_units import UNIT_BYTES
 
+_ALIGN = 64  # bytes; a cache line, and enough for every dtype
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -44,29 +49,66 @@ def run_data_free(
         progress: Told how far the run is.
     """
     units = job.plan.units
+    loader = _Loader(job)
 
-    def read(unit: Unit) -> tuple[Unit, dict[str, Tensor]]:
-        return unit, {name: job.source.read(name).to(job.device) for name in unit.entries}
-
-    def export(loaded: tuple[Unit, dict[str, Tensor]]) -> tuple[Unit, list[str]]:
-        unit, sources = loaded
+    def export(loaded: _Loaded) -> tuple[_Loaded, list[str]]:
         with torch.inference_mode():
-            return unit, exporter.export(unit, sources, check_finite(sources))
+            amax = check_finite(loaded.sources)
+            return loaded, exporter.export(loaded.unit, loaded.sources, amax)
 
     left = [unit for unit in units if not log.is_finished(unit)]
     with (
         ThreadPoolExecutor(1, "reader") as reader,
         ThreadPoolExecutor(workers, "quantizer") as quantizers,
     ):
-        loaded = _ahead(reader, read, left, 1)
-        for done, (unit, written) in enumerate(_ahead(quantizers, export, loaded, workers)):
-            log.finish(unit, written, exporter, sink)
-            progress(f"unit {unit.name}", len(units) - len(left) + done + 1, len(units))
+        ready = _ahead(reader, loader.load, left, 1)
+        before = len(units) - len(left)
+        for done, (loaded, written) in enumerate(_ahead(quantizers, export, ready, workers)):
+            log.finish(loaded.unit, written, exporter, sink)
+            sink.then(partial(loader.release, loaded))
+            progress(f"unit {loaded.unit.name}", before + done + 1, len(units))
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """A unit in memory: its tensors by name on disk, views of ``room`` on a processor."""
+
+    unit: Unit
+    room: Tensor
+    sources: dict[str, Tensor]
+
+
+class _Loader:
+    """Reads units into memory that is used again, so that it need not be mapped again."""
+
+    def __init__(self, job: Job) -> None:
+        self._source = job.source
+        self._device = job.device
+        self._rooms = Rooms(torch.device("cpu"))
+
+    def load(self, unit: Unit) -> _Loaded:
+        infos = [self._source.tensors[name] for name in unit.entries]
+        sizes = [-(-info.nbytes // _ALIGN) * _ALIGN for info in infos]
+        room = self._rooms.take(max(UNIT_BYTES, sum(sizes)), pool="units")
+        sources, start = {}, 0
+        for info, size in zip(infos, sizes, strict=True):
+            place = room[start : start + info.nbytes].view(info.dtype).view(info.shape)
+            sources[info.name] = self._source.read(info.name, place).to(self._device)
+            start += size
+        return _Loaded(unit, room, sources)
+
+    def release(self, loaded: _Loaded) -> None:
+        loaded.sources.clear()
+        self._rooms.give_back(loaded.room, pool="units")
 
 
 def quantizer_count(device: torch.device) -> int:
-    """Return how many threads quantize at a time: the one place that decides."""
-    return int(__import__("os").environ.get("H7W", "1"))
+    """Return how many threads quantize at a time: the one place that decides.
+
+    Formats work in chunks that keep four of torch's threads busy. With fewer, one quantizer was
+    faster than several of one thread each. An accelerator serves one at a time anyway.
+    """
+    return 1 if device.type != "cpu" else max(1, torch.get_num_threads() // 4)
 
 
 def _ahead(

@@ -31,7 +31,7 @@ from modelopt_lite.offload.units import Unit
 from modelopt_lite.plan import Plan, make_plan, needs_data
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.structure import Structure, TensorShape, structure_of
-from modelopt_lite.tensor_units import stream_tensors
+from modelopt_lite.tensor_units import UNIT_BYTES, stream_tensors
 
 
 @contextmanager
@@ -204,7 +204,7 @@ def prepare(
     plan.notes += notes
     place = pick_device(device)
     if not plan.needs_calibration:
-        stream_tensors(plan, source.tensors)
+        stream_tensors(plan, source.tensors, UNIT_BYTES)
     elif structure.model is not None:
         move_buffers(structure.model, place)
     plan, *also = in_dialects(plan, dialects, source.config)

@@ -115,7 +115,7 @@ class _Reading:
         layer.shapes[inside] = info.shape
         self._units.setdefault(path, []).append(source)
         role = name.rpartition(".")[2]
-        if is_weight(source, info) and role in self._naming.linear_names:
+        if is_weight(source, info) and role in self._naming.layer_linear_names:
             self._linear.add(source)
         elif info.is_matrix and not self._is_known(name) and not self._is_of_experts(name):
             raise UnclearNamesError(f"{source!r} is nothing that the model's spec names")

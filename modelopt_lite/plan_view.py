@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
@@ -37,7 +37,7 @@ def plan_tables(plan: Mapping[str, Any]) -> RenderableType:
         f"{counted(len(plan['files_to_write']), 'file')}",
         **_prediction_facts(plan),
         "streamed as": f"{counted(len(plan['units']), 'unit')}, "
-        f"{counted(len(layers), 'decoder layer')} among them, the largest {bytes_text(largest)}",
+        f"{_kinds(layers)}, the largest {bytes_text(largest)}",
         **_schedule_facts(plan["schedule"]),
     }
     notes = [Text(f"note: {note}") for note in plan["notes"]]
@@ -72,6 +72,11 @@ def _schedule_facts(schedule: Mapping[str, Any]) -> dict[str, str]:
     if schedule["experts"] is not None:
         facts["experts"] = f"{schedule['experts']:,} of a layer at a time"
     return facts
+
+
+def _kinds(layers: Sequence[Mapping[str, Any]]) -> str:
+    """What units are: modules, or, where no layer is one, tensors in the order on disk."""
+    return f"{counted(len(layers), 'decoder layer')} among them" if layers else "runs of tensors"
 
 
 def _calibration(plan: Mapping[str, Any]) -> str:

@@ -55,8 +55,9 @@ class Run:
             schedule: What is in memory when.
             all_experts: Every expert sees every token.
         """
-        bound_caches()
-        job = self.job
+        job, scratch = self.job, folder.parent
+        if self.data is not None:
+            bound_caches()
         evidence = Evidence(cache=cache_stats(job.plan.recipe, job.plan.numerics))
         journal = Journal(folder.parent / JOURNAL, self.report.details)
         written = [name for entry in journal.entries for name in entry["written"]]
@@ -67,31 +68,45 @@ class Run:
             with WriteBehind(writer) as sink:
                 exporter = Exporter([*job.plans.values()], job.source, sink, evidence, self.verify)
                 log.restore(exporter)
-                if self.data is None:
+                if self.data is not None:
+                    self._calibrated(self.data, exporter, sink, log, schedule, scratch, all_experts)
+                else:
                     with self.report.phase("quantize"):
                         workers = quantizer_count(job.device)
                         run_data_free(job, exporter, sink, log, workers=workers, progress=self.tell)
-                else:
-                    batches = [batch.to(job.device) for batch in self.data.batches]
-                    with self.report.phase("calibrate and quantize"), eager_experts(job.model):
-                        run_calibrated(
-                            job,
-                            exporter,
-                            sink,
-                            log,
-                            batches,
-                            schedule=schedule,
-                            scratch=folder.parent,
-                            all_experts=all_experts,
-                            progress=self.tell,
-                        )
-                with self.report.phase("quantize and copy the rest"):
-                    exporter.export_rest(job.plan.units)
-                    sink.flush()
+                        sink.flush()
             writer.finish()
         fill_report(self.report, job, exporter, evidence)
         self.report.notes += log.notes
         self.report.export_bytes = layout.total_size
+
+    def _calibrated(
+        self,
+        data: CalibrationData,
+        exporter: Exporter,
+        sink: WriteBehind,
+        log: UnitLog,
+        schedule: Schedule,
+        scratch: Path,
+        all_experts: bool,
+    ) -> None:
+        job = self.job
+        batches = [batch.to(job.device) for batch in data.batches]
+        with self.report.phase("calibrate and quantize"), eager_experts(job.model):
+            run_calibrated(
+                job,
+                exporter,
+                sink,
+                log,
+                batches,
+                schedule=schedule,
+                scratch=scratch,
+                all_experts=all_experts,
+                progress=self.tell,
+            )
+        with self.report.phase("quantize and copy the rest"):
+            exporter.export_rest(job.plan.units)
+            sink.flush()
 
     def finish(self, folder: Path) -> None:
         """Write everything but the weights, and audit the whole."""

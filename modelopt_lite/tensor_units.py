@@ -9,7 +9,7 @@ from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.offload.units import Unit
 from modelopt_lite.plan import Matrix, Plan
 
-UNIT_BYTES = 32 << 20
+UNIT_BYTES = 16 << 20
 """What is read, written and noted at a time, at the least. Each unit costs a sync of the disk."""
 
 
@@ -17,9 +17,7 @@ READ_AHEAD = 4
 """How many units are in memory, roughly: read, waiting, being quantized, being written."""
 
 
-def stream_tensors(
-    plan: Plan, tensors: Mapping[str, TensorInfo], unit_bytes: int = UNIT_BYTES
-) -> None:
+def stream_tensors(plan: Plan, tensors: Mapping[str, TensorInfo], unit_bytes: int) -> None:
     """Replace a plan's units by runs of tensors on disk.
 
     Tensors that share a scale are in one unit, which is read where the first of them lies.

@@ -311,7 +311,7 @@ class NamingSpec(SpecSection):
     Paths and names are given in every spelling that checkpoints have.
 
     Attributes:
-        linear_names: Last parts of the names of a decoder layer's linear layers, the experts'
+        layer_linear_names: Last parts of the names of a decoder layer's linear layers, the experts'
             among them, routers not.
         layer_lists: Paths of the list of decoder layers.
         embedding_names: The token embedding.
@@ -321,7 +321,7 @@ class NamingSpec(SpecSection):
             as many; the first that is there holds.
     """
 
-    linear_names: tuple[str, ...]
+    layer_linear_names: tuple[str, ...] = ()
     layer_lists: tuple[str, ...] = ("model.layers",)
     embedding_names: tuple[str, ...] = ("model.embed_tokens",)
     head_names: tuple[str, ...] = ("lm_head",)

@@ -67,7 +67,7 @@ class WeightStore:
         self._dtype_on_disk = dtype_on_disk
         self._device = device
         self._blank = model.state_dict(keep_vars=True)
-        self._rooms = _Rooms(device)
+        self._rooms = Rooms(device)
 
     def bytes_of(self, unit: Unit) -> int:
         """Return how many bytes of memory a unit's entries take."""
@@ -177,8 +177,8 @@ def _pool(unit: Unit) -> str | None:
     return "layers" if unit.is_layer else None
 
 
-class _Rooms:
-    """Memory for units: those of a pool take turns in blocks that are kept, others get their own.
+class Rooms:
+    """Memory for units; those of a pool take turns in blocks that are kept, others get their own.
 
     Kept blocks keep the peak at a few layers whatever the depth: freed and allocated again, blocks
     of slightly different sizes would fragment the heap.
@@ -190,6 +190,7 @@ class _Rooms:
         self._free: dict[str, list[Tensor]] = {}
 
     def take(self, size: int, *, pool: str | None) -> Tensor:
+        """Return uint8 [size] or larger, uninitialized; from any thread."""
         if pool is not None:
             with self._lock:
                 free = self._free.setdefault(pool, [])
@@ -200,6 +201,7 @@ class _Rooms:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def give_back(self, room: Tensor, *, pool: str | None) -> None:
+        """Let others have what `take` gave; from any thread."""
         if pool is not None:
             with self._lock:
                 self._free.setdefault(pool, []).append(room)

@@ -68,7 +68,7 @@ register(
             shared_expert_names=("shared_experts",),
         ),
         naming_spec=NamingSpec(
-            linear_names=(
+            layer_linear_names=(
                 *("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
                 *("gate_proj", "up_proj", "down_proj"),
             ),

@@ -30,7 +30,7 @@ register(
             ),
         ),
         naming_spec=NamingSpec(
-            linear_names=GATED_LINEARS,
+            layer_linear_names=GATED_LINEARS,
             layer_lists=("language_model.model.layers", "model.language_model.layers"),
             embedding_names=(
                 "language_model.model.embed_tokens",

@@ -23,7 +23,7 @@ register(
             ),
         ),
         naming_spec=NamingSpec(
-            linear_names=GATED_LINEARS,
+            layer_linear_names=GATED_LINEARS,
             is_tied=True,
         ),
     )

@@ -55,6 +55,6 @@ register(
             stacked_names=("gate_up_proj", "down_proj"),
             shared_expert_names=("shared_experts",),
         ),
-        naming_spec=NamingSpec(linear_names=GATED_LINEARS),
+        naming_spec=NamingSpec(layer_linear_names=GATED_LINEARS),
     )
 )

@@ -37,6 +37,6 @@ register(
             interleaved_gate_up=True,
             export_stacked=True,
         ),
-        naming_spec=NamingSpec(linear_names=("q_proj", "k_proj", "v_proj", "o_proj")),
+        naming_spec=NamingSpec(layer_linear_names=("q_proj", "k_proj", "v_proj", "o_proj")),
     )
 )

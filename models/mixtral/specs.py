@@ -53,7 +53,7 @@ register(
             stacked_names=("gate_up_proj", "down_proj"),
         ),
         naming_spec=NamingSpec(
-            linear_names=("q_proj", "k_proj", "v_proj", "o_proj", "w1", "w2", "w3")
+            layer_linear_names=("q_proj", "k_proj", "v_proj", "o_proj", "w1", "w2", "w3")
         ),
     )
 )

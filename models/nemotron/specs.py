@@ -25,7 +25,7 @@ register(
             ),
         ),
         naming_spec=NamingSpec(
-            linear_names=("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+            layer_linear_names=("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
         ),
     )
 )

@@ -63,7 +63,7 @@ register(
             shared_expert_names=("shared_experts",),
         ),
         naming_spec=NamingSpec(
-            linear_names=(
+            layer_linear_names=(
                 *("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj"),
                 *("up_proj", "down_proj", "fc1_latent_proj", "fc2_latent_proj"),
             ),

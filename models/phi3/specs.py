@@ -21,6 +21,8 @@ register(
             # vLLM reads qkv_proj.k_scale where there is no k_proj.
             key_value_names=("qkv_proj", "qkv_proj"),
         ),
-        naming_spec=NamingSpec(linear_names=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+        naming_spec=NamingSpec(
+            layer_linear_names=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+        ),
     )
 )

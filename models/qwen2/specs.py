@@ -19,6 +19,6 @@ register(
                 ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
             ),
         ),
-        naming_spec=NamingSpec(linear_names=GATED_LINEARS),
+        naming_spec=NamingSpec(layer_linear_names=GATED_LINEARS),
     )
 )

@@ -54,6 +54,6 @@ register(
             stacked_names=("gate_up_proj", "down_proj"),
             shared_expert_names=("shared_expert",),
         ),
-        naming_spec=NamingSpec(linear_names=GATED_LINEARS),
+        naming_spec=NamingSpec(layer_linear_names=GATED_LINEARS),
     )
 )

@@ -59,6 +59,6 @@ register(
             linear_names=("gate_proj", "up_proj", "down_proj"),
             stacked_names=("gate_up_proj", "down_proj"),
         ),
-        naming_spec=NamingSpec(linear_names=GATED_LINEARS),
+        naming_spec=NamingSpec(layer_linear_names=GATED_LINEARS),
     )
 )

@@ -16,6 +16,7 @@ from modelopt_lite.models import (
     ExportSpec,
     ModelSpec,
     MoESpec,
+    NamingSpec,
     PTQSpec,
     SpecSection,
     get_spec,
@@ -234,11 +235,13 @@ def test_sections_are_found_from_annotations() -> None:
         "ep_spec": EPSpec,
         "ptq_spec": PTQSpec,
         "expert_storage_spec": ExpertStorageSpec,
+        "naming_spec": NamingSpec,
     }
 
 
 @pytest.mark.parametrize(
-    "cls", [SpecSection, MoESpec, ExportSpec, EPSpec, PTQSpec, ExpertStorageSpec, ModelSpec]
+    "cls",
+    [SpecSection, MoESpec, ExportSpec, EPSpec, PTQSpec, ExpertStorageSpec, NamingSpec, ModelSpec],
 )
 def test_records_are_frozen_slotted_and_keyword_only(cls: type) -> None:
     record = cls(model_type="x") if cls is ModelSpec else cls()

@@ -450,6 +450,42 @@ def test_names_on_disk(spec: ModelSpec, tmp_path: Path) -> None:
 
 
 @every_spec
+def test_what_matrices_are_called(spec: ModelSpec, tmp_path: Path) -> None:
+    """Linear layers and experts on disk have the stated names, nothing else has, and all occur."""
+    naming = spec.naming_spec
+    assert naming is not None, "every spec of this repository has one"
+    storage, seen = spec.expert_storage_spec or ExpertStorageSpec(), set()
+    for number, model in enumerate(models(spec)):
+        keys = saved(model, tmp_path / str(number))
+        modules = {str(name): module for name, module in model.named_modules()}
+        assert any(f"{name}.weight" in keys for name in naming.embedding_names)
+        assert naming.head_names[0] in modules
+        inside = [k for k in keys if k.startswith(tuple(f"{p}." for p in naming.layer_lists))]
+        assert len(inside) > len(keys) / 2
+        linears = {
+            name.rpartition(".")[2]
+            for name, module in modules.items()
+            if isinstance(module, nn.Linear) and ".layers." in name and "vision" not in name
+        }
+        linears -= set(ptq(spec).router_names)
+        matrices = [k for k in inside if k.endswith(".weight") and len(keys[k]) == 2]
+        roles = {k.split(".")[-2] for k in matrices} - set(ptq(spec).router_names)
+        experts = {k.split(".")[-2] for k in matrices if storage.expert_of(k[:-7])[1]}
+        assert roles == linears | experts
+        seen |= roles
+    assert seen == set(naming.layer_linear_names)
+
+
+@every_spec
+def test_whether_the_head_is_tied_by_default(spec: ModelSpec) -> None:
+    naming = spec.naming_spec
+    assert naming is not None
+    models(spec)
+    config = transformers.AutoConfig.for_model(spec.model_type).get_text_config()
+    assert bool(config.tie_word_embeddings) == naming.is_tied
+
+
+@every_spec
 def test_tensors_that_keep_their_dtype(spec: ModelSpec, tmp_path: Path) -> None:
     """Loaded as bfloat16, a float32 checkpoint keeps float32 in the stated tensors only."""
     model = models(spec)[0]
