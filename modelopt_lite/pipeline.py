@@ -51,8 +51,9 @@ def run_calibrated(
         progress: Told how far the run is.
     """
     plan, model, evidence = job.plan, job.model, exporter.evidence
-    watch = InputWatch(evidence.inputs.visit)
-    watched = {m.entry for m in plan.matrices if m.input_group is not None}
+    watch = InputWatch(evidence.visit)
+    searches = plan.recipe.algorithm.needs_inputs
+    watched = {m.entry for m in plan.matrices if searches or m.input_group is not None}
     with ExitStack() as stack:
         skipped = stack.enter_context(without_head(model, plan))
         if plan.kv_cache:
@@ -79,7 +80,7 @@ def run_calibrated(
             )
         )
         passes = [partial(forward, batch) for batch in batches]
-        if budget is None:
+        if budget is None and not searches:  # which would hold the statistics of all layers
             streamed.run_resident(passes)
         else:
             streamed.run_together(passes, replay=log.replay, returned=log.returned)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from modelopt_lite.calibrate.algorithm import Algorithm
+from modelopt_lite.calibrate.algorithms import make_algorithm
 from modelopt_lite.calibrate.evidence import Evidence
-from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.checkpoint.names import natural_key
 from modelopt_lite.errors import CalibrationError, NonFiniteError, SpecError
-from modelopt_lite.export.quantize import check_finite, quantize_matrices
+from modelopt_lite.export.quantize import check_finite, matrix_value, quantize_matrices
+from modelopt_lite.export.treat import Treated, folds_by_tensor, sites_of
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.linear import FORMATS, ErrorReport
 from modelopt_lite.offload.units import Unit
@@ -57,6 +59,8 @@ class Exporter:
             if unit.parent is not None:
                 self._parts.setdefault(unit.parent, []).append(unit.name)
         _check_groups(plan.matrices, whole)
+        self._algorithm = make_algorithm(plan.recipe.algorithm, plan.numerics)
+        self._folds = folds_by_tensor(plan)
         self._names: list[str] = []
         self.errors: dict[str, ErrorReport] = {}
         self.input_amax: dict[str, Tensor] = {}
@@ -75,23 +79,48 @@ class Exporter:
             The names that they have in the export.
         """
         self._names = []
-        matrices = self._matrices.get(unit.name, [])
-        numerics, verify = self._plan.numerics, self._verify
+        if self._algorithm is not None and unit.parent is not None:
+            return []  # scales are chosen for the whole layer, which reads its parts again
+        matrices, treated = self._matrices.get(unit.name, []), None
+        if self._algorithm is not None:
+            for part in self._parts.get(unit.name, ()):
+                matrices = matrices + self._matrices.get(part, [])
+            sources = _ReadThrough(sources, self._source)
+            treated = self._treat(self._algorithm, matrices, sources)
         self.errors.update(
             quantize_matrices(
-                matrices, sources, amax, self._write, numerics=numerics, verify=verify
+                matrices,
+                sources,
+                amax,
+                self._write,
+                numerics=self._plan.numerics,
+                verify=self._verify,
+                treated=treated,
             )
         )
-        self._export_input_scales(self._scaled.get(unit.name, []))
-        for name, value in sources.items():
+        self._export_input_scales(self._scaled.get(unit.name, []), treated)
+        for name, value in list(sources.items()):
             for copy in self._copies.get(name, ()):
+                if treated is not None and name in self._folds:
+                    value = treated.folded(self._folds[name], value)
                 self._write(copy.output, value[copy.region] if copy.region else value)
         self._export_cache_scales(unit)
         return self._names
 
+    def _treat(
+        self, algorithm: Algorithm, matrices: Sequence[Matrix], sources: Mapping[str, Tensor]
+    ) -> Treated:
+        """Choose what becomes of a layer's matrices, and forget what entered them."""
+        statistics = self.evidence.statistics
+        treated = Treated(
+            self._plan, algorithm, matrices, lambda m: matrix_value(m, sources), statistics
+        )
+        statistics.drop(site for m in matrices for site in sites_of(m, m.seen_at))
+        return treated
+
     def sees_inputs(self, unit: Unit) -> bool:
         """Whether what the unit becomes depends on what enters it."""
-        return bool(self._scaled.get(unit.name))
+        return self._algorithm is not None or bool(self._scaled.get(unit.name))
 
     def findings(self, unit: Unit) -> dict[str, Any]:
         """Return, as JSON values, what was found out about an exported unit."""
@@ -100,20 +129,24 @@ class Exporter:
             for name in (unit.name, *self._parts.get(unit.name, ()))
             for matrix in self._matrices.get(name, ())
         ]
-        sites = dict.fromkeys(site for m in matrices for site in self._sites(m))
+        sites = dict.fromkeys(site for m in matrices for site in sites_of(m, m.site))
         modules = [kv.module for kv in self._plan.kv_cache if kv.unit == unit.name]
         errors = {m.name: self.errors[m.name] for m in matrices if m.name in self.errors}
+        groups = dict.fromkeys(m.input_group for m in matrices if m.input_group)
+        amax = {g: float(self.input_amax[g]) for g in groups if g in self.input_amax}
         return {
             "errors": {name: [error.worst, error.relative] for name, error in errors.items()},
+            "input_amax": amax,
             **self.evidence.to_json(sites, modules),
         }
 
-    def restore(self, unit: str, findings: Mapping[str, Any]) -> None:
+    def restore(self, findings: Mapping[str, Any]) -> None:
         """Take the findings of an earlier run about a unit that it exported."""
         for name, (worst, relative) in findings["errors"].items():
             self.errors[name] = ErrorReport(worst, relative)
         self.evidence.add_json(findings)
-        self.input_amax.update(self._inputs(self._scaled.get(unit, [])))
+        amax = findings["input_amax"].items()
+        self.input_amax.update({group: torch.tensor(value) for group, value in amax})
 
     def export_rest(self, units: Sequence[Unit]) -> None:
         """Write what no forward pass brought in: units that did not run, and foreign tensors."""
@@ -130,8 +163,10 @@ class Exporter:
                 if not self._sink.is_taken(copy.output.name):
                     self._copy(copy)
 
-    def _export_input_scales(self, matrices: Sequence[Matrix]) -> None:
-        self.input_amax.update(self._inputs(matrices))
+    def _export_input_scales(
+        self, matrices: Sequence[Matrix], treated: Treated | None = None
+    ) -> None:
+        self.input_amax.update(self._inputs(matrices, treated))
         for matrix in matrices:
             scale = FORMATS[matrix.format].input_scale(self.input_amax[str(matrix.input_group)])
             self._write(matrix.outputs["input_scale"], scale)
@@ -153,16 +188,13 @@ class Exporter:
         check_finite({copy.source: value})  # no unit was checked as it came in
         self._write(copy.output, value[copy.region] if copy.region else value)
 
-    def _inputs(self, matrices: Sequence[Matrix]) -> dict[str, Tensor]:
+    def _inputs(self, matrices: Sequence[Matrix], treated: Treated | None) -> dict[str, Tensor]:
         """Largest magnitude that entered each input group, over all of its members."""
         amax: dict[str, Tensor] = {}
         for matrix in matrices:
             if matrix.input_group is None:
                 continue
-            for site in self._sites(matrix):
-                seen = self.evidence.inputs.amax.get(site)
-                if seen is None:
-                    continue
+            for seen in treated.input_amax(matrix) if treated else self._seen_amax(matrix):
                 before = amax.get(matrix.input_group)
                 amax[matrix.input_group] = seen if before is None else torch.maximum(before, seen)
         for matrix in matrices:
@@ -178,10 +210,9 @@ class Exporter:
                 )
         return amax
 
-    def _sites(self, matrix: Matrix) -> list[Site]:
-        if matrix.expert is None and len(matrix.shape) == 3:
-            return [Site(matrix.entry, expert) for expert in range(matrix.shape[0])]
-        return [matrix.site]
+    def _seen_amax(self, matrix: Matrix) -> list[Tensor]:
+        found = self.evidence.inputs.amax
+        return [found[site] for site in sites_of(matrix, matrix.site) if site in found]
 
     def _export_cache_scales(self, unit: Unit) -> None:
         for scales in self._plan.kv_cache:
@@ -200,6 +231,23 @@ class Exporter:
                 self._write(output, fp8.scale_from_amax(found.amax.float()))
                 if bias is not None and found.bias is not None:
                     self._write(bias, found.bias)
+
+
+class _ReadThrough(Mapping[str, Tensor]):
+    """A layer's tensors; those of its parts, which left memory, are read from the source again."""
+
+    def __init__(self, inside: Mapping[str, Tensor], source: Source) -> None:
+        self._inside = inside
+        self._source = source
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._inside[name] if name in self._inside else self._source.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inside)
+
+    def __len__(self) -> int:
+        return len(self._inside)
 
 
 def _unreached(matrices: Sequence[Matrix]) -> CalibrationError:
@@ -223,7 +271,8 @@ def _check_groups(matrices: Sequence[Matrix], whole: Mapping[str, str]) -> None:
     """
     first: dict[tuple[str, str], Matrix] = {}
     for matrix in matrices:
-        for kind, group in (("weight", matrix.weight_group), ("input", matrix.input_group)):
+        groups = ("weight", matrix.weight_group), ("input", matrix.input_group)
+        for kind, group in groups:
             if group is None:
                 continue
             other = first.setdefault((kind, group), matrix)

@@ -70,13 +70,24 @@ def _kv_algo(plan: Plan) -> str | None:
 
 def _layer(fmt: LinearFormat, plan: Plan) -> dict[str, Any]:
     """What describes one format: its name and, with blocks, their size."""
-    layer: dict[str, Any] = {"quant_algo": fmt.quant_algo}
+    layer: dict[str, Any] = {"quant_algo": algo_name(fmt, plan)}
     silent = plan.numerics == "modelopt" and fmt.quant_algo in _PEER_SILENT
     if fmt.group_size is not None and not silent:
         layer["group_size"] = fmt.group_size
-    if "AWQ" in fmt.quant_algo:  # readers look for what the peer states even where it does not hold
-        layer |= {"has_zero_point": False, "pre_quant_scale": False}
+    if any(part in layer["quant_algo"] for part in ("AWQ", "SVD")):
+        # Readers look for what the peer states even where it does not hold.
+        smooth = plan.recipe.algorithm.smooths and (
+            plan.keeps_scales or plan.numerics == "modelopt"
+        )
+        layer |= {"has_zero_point": False, "pre_quant_scale": smooth}
     return layer
+
+
+def algo_name(fmt: LinearFormat, plan: Plan) -> str:
+    """Return what configs call a format; another name says that inputs have scales of their own."""
+    if fmt.name != "nvfp4" or not plan.recipe.algorithm.smooths:
+        return fmt.quant_algo
+    return "NVFP4_AWQ" if plan.keeps_scales or plan.numerics == "modelopt" else fmt.quant_algo
 
 
 def _layers(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -87,7 +98,7 @@ def _config_groups(plan: Plan) -> dict[str, Any]:
     """The groups that describe each format in numbers."""
     formats = plan.formats
     if len(formats) == 1:
-        described = formats[0].quant_algo in _PEER_GROUPS or plan.numerics == "exact"
+        described = algo_name(formats[0], plan) in _PEER_GROUPS or plan.numerics == "exact"
         return {"group_0": _group(formats[0], ["Linear"])} if described else {}
     return {
         f"group_{index}": _group(fmt, sorted(m.name for m in plan.matrices if m.format == fmt.name))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from modelopt_lite.errors import InternalError, NonFiniteError
+from modelopt_lite.export.treat import Treated
 from modelopt_lite.formats.base import Numerics, amax
 from modelopt_lite.formats.linear import FORMATS, ErrorReport, measure_error
 from modelopt_lite.plan import Matrix
@@ -25,6 +26,7 @@ def quantize_matrices(
     *,
     numerics: Numerics,
     verify: bool,
+    treated: Treated | None = None,
 ) -> dict[str, ErrorReport]:
     """Quantize whole groups of matrices and hand every tensor but input scales to the writer.
 
@@ -35,16 +37,20 @@ def quantize_matrices(
         write: Takes each finished tensor.
         numerics: Arithmetic of scales and quotients.
         verify: Compare what was packed with the source, while that is in memory.
+        treated: What an algorithm makes of the matrices first; None leaves them.
 
     Returns:
         Module -> how far it is from its source; empty without ``verify``.
     """
     matrices = list(matrices)
-    group_amax = _weight_amax(matrices, sources, source_amax)
+    group_amax = _weight_amax(matrices, sources, source_amax, treated)
     errors = {}
     for matrix in matrices:
         fmt = FORMATS[matrix.format]
-        weight = _value(matrix, sources)
+        weight = matrix_value(matrix, sources)
+        extras: dict[str, Tensor] = {}
+        if treated is not None:
+            weight, extras = treated.weight(matrix, weight), treated.extras(matrix)
         shared = group_amax[matrix.weight_group]
         stacked_input_major = matrix.input_major and weight.ndim == 3
         tensors = fmt.quantize(weight, shared, numerics=numerics, input_major=stacked_input_major)
@@ -53,7 +59,7 @@ def quantize_matrices(
             errors[matrix.name] = measure_error(
                 fmt, weight, tensors, numerics=numerics, turned=turned
             )
-        outputs = matrix.outputs
+        outputs, tensors = matrix.outputs, {**tensors, **extras}
         if tensors.keys() != outputs.keys() - {"input_scale"}:
             raise InternalError(
                 f"{matrix.name}: {fmt.name} made {sorted(tensors)}, the plan says {sorted(outputs)}"
@@ -84,7 +90,7 @@ def check_finite(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return largest
 
 
-def _value(matrix: Matrix, sources: Mapping[str, Tensor]) -> Tensor:
+def matrix_value(matrix: Matrix, sources: Mapping[str, Tensor]) -> Tensor:
     """The matrix as [R, K] (stacked experts as on disk); a view of the source tensor."""
     source = sources[matrix.source]
     value = source[matrix.region] if matrix.region else source
@@ -92,12 +98,20 @@ def _value(matrix: Matrix, sources: Mapping[str, Tensor]) -> Tensor:
 
 
 def _weight_amax(
-    matrices: Iterable[Matrix], sources: Mapping[str, Tensor], source_amax: Mapping[str, Tensor]
+    matrices: Iterable[Matrix],
+    sources: Mapping[str, Tensor],
+    source_amax: Mapping[str, Tensor],
+    treated: Treated | None,
 ) -> dict[str, Tensor]:
     """Largest magnitude of each weight group."""
     groups: dict[str, Tensor] = {}
     for matrix in matrices:
-        own = amax(_value(matrix, sources)) if matrix.region else source_amax[matrix.source]
+        if treated is not None:
+            own = amax(treated.weight(matrix, matrix_value(matrix, sources)))
+        elif matrix.region:
+            own = amax(matrix_value(matrix, sources))
+        else:
+            own = source_amax[matrix.source]
         before = groups.get(matrix.weight_group)
         groups[matrix.weight_group] = own if before is None else torch.maximum(before, own)
     return groups

@@ -187,6 +187,7 @@ FORMATS: Mapping[str, LinearFormat] = MappingProxyType(
             LinearFormat("int8", "W8A8_SQ_PER_CHANNEL", integer.INT8, inputs.INT8),
             LinearFormat("int8_weight_only", "W8A16", integer.INT8, inputs.NONE),
             LinearFormat("int4_weight_only", "W4A16_AWQ", integer.INT4, inputs.NONE),
+            LinearFormat("w4a8_awq", "W4A8_AWQ", integer.INT4_FOR_FP8, inputs.FP8),
             LinearFormat("nvfp4", "NVFP4", fp4.NVFP4, inputs.NVFP4),
             LinearFormat("w4a16_nvfp4", "W4A16_NVFP4", fp4.NVFP4, inputs.NONE),
             LinearFormat(

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from modelopt_lite.formats import base, integer
+from modelopt_lite.formats import base, fp8, integer
 from modelopt_lite.formats.base import Numerics, TensorSpec
 from modelopt_lite.formats.codecs.base import Codec, finite, stacked, unstacked
 
@@ -97,5 +97,29 @@ class _Int4(Codec):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Int4ForFp8(_Int4):
+    """INT4 for kernels that multiply in FP8: they also keep the scale of an E4M3 matrix."""
+
+    def shares_amax(self, rows: int, columns: int, numerics: Numerics) -> bool:
+        return True
+
+    def tensors(
+        self, lead: tuple[int, ...], rows: int, columns: int, numerics: Numerics
+    ) -> tuple[TensorSpec, ...]:
+        specs = _Int4.tensors(self, lead, rows, columns, numerics)
+        return (*specs, TensorSpec("weight_scale_2", torch.float32, ()))
+
+    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+        amax = finite(base.amax(w) if amax is None else amax, "a weight")
+        tensors = _Int4.quantize(self, w, None, numerics=numerics)
+        tensors["weight_scale_2"] = fp8.scale_from_amax(amax, numerics=numerics)
+        return tensors
+
+    def part(self, tensors: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+        return {**_Int4.part(self, tensors, rows), "weight_scale_2": tensors["weight_scale_2"]}
+
+
 INT8 = _Int8()
 INT4 = _Int4()
+INT4_FOR_FP8 = _Int4ForFp8()
