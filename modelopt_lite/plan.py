@@ -207,7 +207,8 @@ def make_plan(
     units = find_units(model, ptq.layer_names)
     unit_of = {entry: unit.name for unit in units for entry in unit.entries}
     readers = _find_readers(candidates, model, names, tensors, spec, recipe, numerics)
-    matrices = _matrices(candidates, names, unit_of, numerics, ptq, readers, tensors)
+    peer = numerics == "modelopt" and recipe.algorithm.smooths
+    matrices = _matrices(candidates, names, unit_of, numerics, ptq, readers, tensors, peer)
     plan = Plan(
         recipe=recipe,
         numerics=numerics,
@@ -303,7 +304,14 @@ def _matrices(
     ptq: PTQSpec,
     readers: Readers,
     tensors: Mapping[str, TensorShape],
+    peer: bool,
 ) -> list[Matrix]:
+    """Settle each matrix.
+
+    ``peer`` says that Model Optimizer's smoothing is followed: each expert's inputs have a scale of
+    their own, and its gate and up projections share all scales of weights.
+    """
+
     @cache  # most matrices of a model are alike, and then share one tuple
     def parts(
         name: str, shape: tuple[int, ...], input_major: bool, kept: torch.dtype | None
@@ -333,7 +341,7 @@ def _matrices(
         fused = fused_group(c.name, c.role, ptq)
         # The peer leaves dense siblings their own FP8 scales; engines then re-quantize them.
         apart = numerics == "modelopt" and fmt.name == "fp8" and c.expert is None
-        shares = fmt.shares_amax(c.shape, numerics)
+        shares = fmt.shares_amax(c.shape, numerics) or (peer and c.expert is not None)
         reads = input_group(c, fused)
         kept = tensors[c.source].dtype if c.name in readers.kept else None
         matrices.append(
@@ -347,7 +355,7 @@ def _matrices(
                 parts=parts(fmt.name, c.shape, c.stacked and c.input_major, kept),
                 stacked=c.stacked,
                 weight_group=fused if fused and shares and not apart else c.name,
-                input_group=reads if fmt.static_input else None,
+                input_group=((fused or c.name) if peer else reads) if fmt.static_input else None,
                 entry=entry,
                 expert=expert,
                 experts=c.experts,

@@ -31,6 +31,7 @@ class Weight:
         format: Its format.
         site: Where what it reads is seen; matrices that read the same tensor have one site.
         seen: What entered there, None where nothing did.
+        amax: [K], the largest magnitude of each channel of its inputs, None where nothing was seen.
         read: Returns its values [R, K] in the dtype on disk, never to be written.
     """
 
@@ -39,7 +40,13 @@ class Weight:
     format: LinearFormat
     site: Site
     seen: Seen | None
+    amax: Tensor | None
     read: Callable[[], Tensor]
+
+    @property
+    def role(self) -> str:
+        """The last part of its name."""
+        return self.name.rpartition(".")[2]
 
     @property
     def key(self) -> tuple[str, int | None]:

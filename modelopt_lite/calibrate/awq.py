@@ -65,7 +65,7 @@ class AWQLite(Algorithm):
             rows += len(sizes_RK)
         if not seen:
             return torch.ones_like(w_K)
-        x_K = torch.stack([s.sum_K for s in seen.values() if s.sum_K is not None]).sum(0)
+        x_K = torch.stack([s.sum for s in seen.values() if s.sum is not None]).sum(0)
         count = sum(s.count for s in seen.values())
         scales = [channel_scale(x_K / count, w_K / rows, alpha) for alpha in self._alphas]
         losses = torch.zeros(len(scales), dtype=torch.float64, device=w_K.device)
@@ -77,10 +77,10 @@ class AWQLite(Algorithm):
     def _peer_scale(self, weight: Weight) -> Tensor:
         """Return the ``pre_quant_scale`` that Model Optimizer finds for one matrix, float32 [K]."""
         w_RK, seen = weight.read(), weight.seen
-        if seen is None or seen.mean_K is None:
+        if seen is None or seen.mean is None:
             return torch.ones(w_RK.shape[1], device=w_RK.device)
         w_K = _column_sizes(w_RK, weight.format.group_size).mean(0).float()
-        x_K = seen.mean_K / seen.calls
+        x_K = seen.mean / seen.calls
         scales = [channel_scale(x_K, w_K, alpha) for alpha in self._alphas]
         actual = [functional.linear(x_TK, w_RK) for x_TK in seen.rows]
         losses = []

@@ -39,22 +39,29 @@ def shared_choices(weights: Sequence[Weight], scale_K: Tensor) -> Choices:
 
 
 def averaged_choices(weights: Sequence[Weight], scales: Sequence[Tensor]) -> Choices:
-    """Smooth each matrix by a scale of its own, then by the mean of all, as Model Optimizer does.
+    """Smooth each matrix by a scale of its own, then by means, as Model Optimizer does.
 
-    It leaves the amax of inputs at what a matrix's own scale made of it.
+    By the mean over all experts of a projection, then by the mean over the projections; what does
+    not change is not rounded again. The amax of inputs stays what a matrix's own scale made of it.
 
     Args:
         weights: What reads the tensor.
         scales: float32 [K] > 0, one for each.
     """
     dtype = weights[0].read().dtype
-    stored = [scale.to(dtype) for scale in scales]
-    mean_K = torch.mean(torch.stack(stored), dim=0)
+    by_role: dict[str, list[Tensor]] = {}
+    for weight, scale_K in zip(weights, scales, strict=True):
+        by_role.setdefault(weight.role, []).append(scale_K.to(dtype))
+    role_mean = {role: torch.mean(torch.stack(own), dim=0) for role, own in by_role.items()}
+    mean_K = torch.mean(torch.stack(list(role_mean.values())), dim=0)
     choices = {}
-    for weight, scale_K, own_K in zip(weights, scales, stored, strict=True):
+    for weight, scale_K in zip(weights, scales, strict=True):
         steps = [_smoothing(1.0 / scale_K)]
-        if not torch.equal(own_K, mean_K):
-            steps.append(_smoothing_again(own_K, mean_K))
+        before_K = scale_K.to(dtype)
+        for after_K in (role_mean[weight.role], mean_K):
+            if not torch.equal(before_K, after_K):
+                steps.append(_smoothing_again(before_K, after_K))
+            before_K = after_K
         amax = _smoothed_amax(weight, scale_K)
         amax = None if amax is None else amax.to(dtype)
         choices[weight.key] = Choice(mean_K, tuple(steps), amax)
@@ -71,5 +78,4 @@ def _smoothing_again(own_K: Tensor, other_K: Tensor) -> Step:
 
 def _smoothed_amax(weight: Weight, scale_K: Tensor) -> Tensor | None:
     """Return the largest magnitude of the scaled inputs, float32 [], None where none was seen."""
-    seen = weight.seen
-    return None if seen is None or seen.amax_K is None else (seen.amax_K * scale_K).amax().float()
+    return None if weight.amax is None else (weight.amax * scale_K).amax().float()

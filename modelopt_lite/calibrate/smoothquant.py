@@ -44,7 +44,7 @@ class SmoothQuant(Algorithm):
 
     def _scale(self, weights: Sequence[Weight]) -> Tensor:
         """Return one scale [K], float32, for some matrices; 1 where nothing was seen."""
-        found = [w.seen.amax_K for w in weights if w.seen is not None and w.seen.amax_K is not None]
+        found = [w.amax for w in weights if w.amax is not None]
         w_amax_K = torch.stack([w.read().abs().amax(0) for w in weights]).amax(0)
         if not found:
             return torch.ones_like(w_amax_K, dtype=torch.float32)

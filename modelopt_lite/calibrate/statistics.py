@@ -28,18 +28,18 @@ class Seen:
     Attributes:
         calls: How often it was called with at least one row.
         count: Rows in all.
-        amax_K: Largest magnitude of each channel, in the dtype of the inputs.
-        mean_K: Sum over calls of the channels' mean magnitudes, float32.
-        sum_K: Sum over rows of the channels' magnitudes, float32.
+        amax: [K], the largest magnitude of each channel, in the dtype of the inputs.
+        mean: [K], the sum over calls of the channels' mean magnitudes, float32.
+        sum: [K], the sum over rows of the channels' magnitudes, float32.
         rows: Some of the rows, call by call, each [T, K]; at most ``limit`` in all.
         stride: Of the rows seen, every ``stride``-th was kept.
     """
 
     calls: int = 0
     count: int = 0
-    amax_K: Tensor | None = None
-    mean_K: Tensor | None = None
-    sum_K: Tensor | None = None
+    amax: Tensor | None = None
+    mean: Tensor | None = None
+    sum: Tensor | None = None
     rows: list[Tensor] = field(default_factory=list)
     stride: int = 1
 
@@ -48,12 +48,12 @@ class Seen:
         size_TK = x_TK.abs()
         amax_K, mean_K = size_TK.amax(0), size_TK.mean(0).float()
         sum_K = size_TK.sum(0, dtype=torch.float32)
-        if self.amax_K is None or self.mean_K is None or self.sum_K is None:
-            self.amax_K, self.mean_K, self.sum_K = amax_K, mean_K, sum_K
+        if self.amax is None or self.mean is None or self.sum is None:
+            self.amax, self.mean, self.sum = amax_K, mean_K, sum_K
             return
-        self.amax_K = torch.maximum(self.amax_K, amax_K)
-        self.mean_K += mean_K
-        self.sum_K += sum_K
+        self.amax = torch.maximum(self.amax, amax_K)
+        self.mean += mean_K
+        self.sum += sum_K
 
     def add_rows(self, x_TK: Tensor, limit: int | None) -> None:
         """Keep some rows; past the limit every other one is dropped, and fewer are taken."""

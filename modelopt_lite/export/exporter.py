@@ -101,9 +101,9 @@ class Exporter:
         self._export_input_scales(self._scaled.get(unit.name, []), treated)
         for name, value in list(sources.items()):
             for copy in self._copies.get(name, ()):
-                if treated is not None and name in self._folds:
-                    value = treated.folded(self._folds[name], value)
-                self._write(copy.output, value[copy.region] if copy.region else value)
+                fold = self._folds.get(name)
+                kept = value if treated is None or fold is None else treated.folded(fold, value)
+                self._write(copy.output, kept[copy.region] if copy.region else kept)
         self._export_cache_scales(unit)
         return self._names
 
@@ -201,6 +201,8 @@ class Exporter:
             if matrix.input_group is None:
                 continue
             value = amax.get(matrix.input_group)
+            if value is None and (found := _of_peers(matrix, matrices, amax)):
+                value = amax[matrix.input_group] = torch.stack(found).max()
             if value is None:
                 raise _unreached([m for m in matrices if m.input_group not in {None, *amax}])
             if not bool(torch.isfinite(value)):
@@ -262,6 +264,19 @@ def _unreached(matrices: Sequence[Matrix]) -> CalibrationError:
         f"encoder, exclude it in the recipe (exclude: [{patterns}]); else give more calibration "
         "data, or use a recipe without static input scales"
     )
+
+
+def _of_peers(
+    matrix: Matrix, matrices: Sequence[Matrix], amax: Mapping[str, Tensor]
+) -> list[Tensor]:
+    """What entered the same projection of other experts, for an expert that saw nothing."""
+    role = matrix.name.rpartition(".")[2]
+    groups = {
+        str(m.input_group)
+        for m in matrices
+        if m.experts and m.experts == matrix.experts and m.name.rpartition(".")[2] == role
+    }
+    return [amax[group] for group in sorted(groups & amax.keys())]
 
 
 def _check_groups(matrices: Sequence[Matrix], whole: Mapping[str, str]) -> None:

@@ -43,7 +43,7 @@ def quantize_matrices(
         Module -> how far it is from its source; empty without ``verify``.
     """
     matrices = list(matrices)
-    group_amax = _weight_amax(matrices, sources, source_amax, treated)
+    group_amax = _weight_amax(matrices, sources, source_amax, treated, numerics)
     errors = {}
     for matrix in matrices:
         fmt = FORMATS[matrix.format]
@@ -53,7 +53,13 @@ def quantize_matrices(
             weight, extras = treated.weight(matrix, weight), treated.extras(matrix)
         shared = group_amax[matrix.weight_group]
         stacked_input_major = matrix.input_major and weight.ndim == 3
-        tensors = fmt.quantize(weight, shared, numerics=numerics, input_major=stacked_input_major)
+        tensors = fmt.quantize(
+            weight,
+            None if shared.ndim else shared,
+            numerics=numerics,
+            input_major=stacked_input_major,
+            scale_amax=shared if shared.ndim else None,
+        )
         if verify:
             turned = fmt.turns(stacked_input_major, numerics)
             errors[matrix.name] = measure_error(
@@ -102,12 +108,16 @@ def _weight_amax(
     sources: Mapping[str, Tensor],
     source_amax: Mapping[str, Tensor],
     treated: Treated | None,
+    numerics: Numerics,
 ) -> dict[str, Tensor]:
-    """Largest magnitude of each weight group."""
+    """Largest magnitude of each weight group, or what each of its scales stands for."""
     groups: dict[str, Tensor] = {}
     for matrix in matrices:
         if treated is not None:
-            own = amax(treated.weight(matrix, matrix_value(matrix, sources)))
+            weight = treated.weight(matrix, matrix_value(matrix, sources))
+            fmt, together = FORMATS[matrix.format], matrix.weight_group != matrix.name
+            apart = together and not fmt.shares_amax(tuple(weight.shape), numerics)
+            own = fmt.codec.scale_amax(weight) if apart else amax(weight)
         elif matrix.region:
             own = amax(matrix_value(matrix, sources))
         else:

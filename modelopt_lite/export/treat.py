@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,8 +50,9 @@ class Treated:
         groups: dict[str, list[Matrix]] = {}
         for matrix in matrices:
             groups.setdefault(matrix.reads, []).append(matrix)
+        peers = _amax_of_experts(matrices, statistics) if plan.numerics == "modelopt" else {}
         for group, members in groups.items():
-            weights = [w for m in members for w in _weights(m, values, statistics)]
+            weights = [w for m in members for w in _weights(m, values, statistics, peers)]
             choices = algorithm.choose(weights)
             self._choices.update(choices)
             scale = choices[weights[0].key].pre_quant_scale
@@ -106,25 +108,48 @@ class Treated:
         return value
 
 
-def _weights(matrix: Matrix, values: Values, statistics: Statistics) -> Iterable[Weight]:
-    fmt = FORMATS[matrix.format]
-    if len(matrix.shape) == 2:
+Peers = Mapping[tuple[str | None, str], Tensor]
+
+
+def _projection(matrix: Matrix) -> tuple[str | None, str]:
+    return matrix.experts, matrix.name.rpartition(".")[2]
+
+
+def _amax_of_experts(matrices: Iterable[Matrix], statistics: Statistics) -> Peers:
+    """Channels' largest magnitudes over all experts of a projection, as the peer joins them."""
+    largest: dict[tuple[str | None, str], Tensor] = {}
+    for matrix in matrices:
+        seen = statistics.at(matrix.seen_at)
+        if matrix.expert is None or seen is None or seen.amax is None:
+            continue
+        before = largest.get(_projection(matrix), seen.amax)
+        largest[_projection(matrix)] = torch.maximum(before, seen.amax)
+    return largest
+
+
+def _weights(
+    matrix: Matrix, values: Values, statistics: Statistics, peers: Peers
+) -> Iterable[Weight]:
+    stack = len(matrix.shape) == 3
+
+    def read(expert: int | None) -> Tensor:
+        if expert is None:
+            return values(matrix)
+        part = values(matrix)[expert]
+        return part.mT if matrix.input_major else part
+
+    for expert, site in enumerate(sites_of(matrix, matrix.seen_at)):
+        seen, number = statistics.at(site), expert if stack else None
+        amax = peers.get(_projection(matrix), seen.amax if seen is not None else None)
         yield Weight(
             matrix.name,
-            None,
-            fmt,
-            matrix.seen_at,
-            statistics.at(matrix.seen_at),
-            lambda: values(matrix),
+            number,
+            FORMATS[matrix.format],
+            site,
+            seen,
+            amax,
+            partial(read, number),
         )
-        return
-    for expert, site in enumerate(sites_of(matrix, matrix.seen_at)):
-
-        def read(expert: int = expert) -> Tensor:
-            part = values(matrix)[expert]
-            return part.mT if matrix.input_major else part
-
-        yield Weight(matrix.name, expert, fmt, site, statistics.at(site), read)
 
 
 def folds_by_tensor(plan: Plan) -> Mapping[str, Fold]:

@@ -111,7 +111,13 @@ class LinearFormat:
         return (*lead, columns, rows) if stacked_input_major else (*lead, rows, columns)
 
     def quantize(
-        self, w: Tensor, amax: Tensor | None, *, numerics: Numerics, input_major: bool = False
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        input_major: bool = False,
+        scale_amax: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the tensors on disk but ``input_scale``, by suffix, contiguous.
 
@@ -122,13 +128,18 @@ class LinearFormat:
                 takes that of ``w``. Other formats ignore it.
             numerics: Which arithmetic.
             input_major: The last two axes of ``w`` are swapped, and so are those of the result.
+            scale_amax: What each scale stands for, float32, where it is not the largest magnitude
+                under it: of each row (INT8) or block ([E,] R, B) of INT4 and NVFP4. Others ignore
+                it.
 
         Raises:
             NonFiniteError: The amax is NaN or infinite.
             ShapeError: See ``problem``.
         """
         turn = self.turns(input_major, numerics)
-        tensors = self.codec.quantize(_oriented(w, turn), amax, numerics=numerics)
+        tensors = self.codec.quantize(
+            _oriented(w, turn), amax, numerics=numerics, scale_amax=scale_amax
+        )
         return {k: t.contiguous() for k, t in _all_oriented(tensors, w.ndim, turn).items()}
 
     def dequantize(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from modelopt_lite.errors import NonFiniteError
 from modelopt_lite.formats.base import Numerics, TensorSpec
+from modelopt_lite.formats.base import amax as amax_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,19 @@ class Codec(ABC):
         return codes
 
     @abstractmethod
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_amax: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         """Return the tensors by suffix; arguments as for ``LinearFormat.quantize``."""
+
+    def scale_amax(self, w: Tensor) -> Tensor:
+        """Return what each scale of a matrix [R, K] stands for by default, float32."""
+        return amax_of(w)
 
     @abstractmethod
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

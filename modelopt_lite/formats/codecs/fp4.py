@@ -43,7 +43,14 @@ class _NvFp4(Codec):
     def matrix_shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
         return (*codes[:-1], 2 * codes[-1])
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_amax: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         amax = finite(base.amax(w) if amax is None else amax, "a weight")
         scale_2 = nvfp4.weight_scale_2(amax, numerics=numerics, reach=self.reach)
         packed, scale = nvfp4.quantize(w, scale_2, self.block)
@@ -78,7 +85,14 @@ class _MxFp4(Codec):
     def matrix_shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
         return (*codes[:-1], 2 * codes[-1])
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_amax: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         if w.ndim == 3:
             return stacked([self.quantize(part, None, numerics=numerics) for part in w])
         finite(base.amax(w) if amax is None else amax, "a weight")

@@ -32,7 +32,14 @@ class _PerTensor(Codec):
             TensorSpec("weight_scale", torch.float32, ()),
         )
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_amax: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         amax = finite(base.amax(w) if amax is None else amax, "a weight")
         scale = fp8.scale_from_amax(amax, numerics=numerics)
         return {"weight": _quantize(w, _of(w, scale), numerics), "weight_scale": scale}
@@ -60,7 +67,14 @@ class _PerRow(Codec):
             TensorSpec("weight_scale", torch.float32, (*lead, rows)),
         )
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_amax: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         scale = fp8.scale_from_amax(finite(base.row_amax(w), "a weight"), numerics=numerics)
         return {"weight": _quantize(w, scale, numerics), "weight_scale": scale}
 
@@ -100,7 +114,14 @@ class _Blocks(Codec):
             TensorSpec("weight_scale", torch.float32, scale),
         )
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_amax: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         if w.ndim == 3:
             parts = stacked([self.quantize(part, None, numerics="exact") for part in w])
             return {**parts, "weight_scale": parts["weight_scale"][:, :, 0, :, 0]}
@@ -152,7 +173,14 @@ class _MxFp8(Codec):
             TensorSpec("weight_scale", torch.uint8, (*lead, rows, columns // self.block)),
         )
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_amax: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         if w.ndim == 3:
             return stacked([self.quantize(part, None, numerics=numerics) for part in w])
         finite(base.amax(w) if amax is None else amax, "a weight")

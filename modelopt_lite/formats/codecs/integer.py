@@ -31,10 +31,18 @@ class _Int8(Codec):
             TensorSpec("weight_scale", torch.float32, (*lead, rows)),
         )
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_amax: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         if w.ndim == 3:
             return stacked([self.quantize(part, None, numerics=numerics) for part in w])
-        scale = integer.int8_scale(finite(base.row_amax(w), "a weight"), numerics=numerics)
+        own = base.row_amax(w) if scale_amax is None else scale_amax
+        scale = integer.int8_scale(finite(own, "a weight"), numerics=numerics)
         return {"weight": integer.quantize_int8(w, scale), "weight_scale": scale}
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -73,10 +81,24 @@ class _Int4(Codec):
     def matrix_shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
         return (*codes[:-2], 2 * codes[-2], codes[-1])
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def scale_amax(self, w: Tensor) -> Tensor:
+        return integer.block_amax(w)
+
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_amax: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         if w.ndim == 3:
-            return stacked([self.quantize(part, None, numerics=numerics) for part in w])
-        own = finite(integer.block_amax(w), "a weight")
+            parts = [None] * len(w) if scale_amax is None else scale_amax
+            pairs = zip(w, parts, strict=True)
+            return stacked(
+                [self.quantize(p, None, numerics=numerics, scale_amax=a) for p, a in pairs]
+            )
+        own = finite(self.scale_amax(w) if scale_amax is None else scale_amax, "a weight")
         scale = integer.scale_from_amax(own, largest=integer.INT4_MAX, numerics=numerics)
         return {"weight": integer.quantize_int4(w, scale), "weight_scale": scale}
 
@@ -110,9 +132,16 @@ class _Int4ForFp8(_Int4):
         specs = _Int4.tensors(self, lead, rows, columns, numerics)
         return (*specs, TensorSpec("weight_scale_2", torch.float32, ()))
 
-    def quantize(self, w: Tensor, amax: Tensor | None, *, numerics: Numerics) -> dict[str, Tensor]:
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_amax: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         amax = finite(base.amax(w) if amax is None else amax, "a weight")
-        tensors = _Int4.quantize(self, w, None, numerics=numerics)
+        tensors = _Int4.quantize(self, w, None, numerics=numerics, scale_amax=scale_amax)
         tensors["weight_scale_2"] = fp8.scale_from_amax(amax, numerics=numerics)
         return tensors
 
