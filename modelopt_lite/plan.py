@@ -26,6 +26,7 @@ from modelopt_lite.formats.linear import FORMATS, LinearFormat, get_format
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ModelSpec, PTQSpec, ptq_facts
 from modelopt_lite.offload.units import Unit, find_units, output_head
+from modelopt_lite.readers import Fold, Readers, find_readers, fused_group, input_group
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import (
     Candidate,
@@ -35,6 +36,8 @@ from modelopt_lite.select import (
     check_shapes,
     find_candidates,
 )
+
+PRE_QUANT_SCALE = "pre_quant_scale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class Matrix:
         input_group: Matrices of one group share the amax of their inputs; None: inputs need none.
         entry: The parameter of the model that multiplies its inputs; ``expert`` which of a stack.
         unit: The unit that holds the parameter.
+        reads: Matrices with the same value read the same tensor, and share a scale of its channels.
+        seen_at: The site at which what it reads is looked at; of several that read the same, one.
     """
 
     name: str
@@ -70,11 +75,18 @@ class Matrix:
     expert: int | None
     experts: str | None
     unit: str
+    reads: str
+    seen_at: Site
 
     @property
     def site(self) -> Site:
         """Where its inputs are seen."""
         return Site(self.entry, self.expert)
+
+    @property
+    def keeps_scale(self) -> bool:
+        """Whether the export has the scale of the channels of its inputs."""
+        return any(part.suffix == PRE_QUANT_SCALE for part in self.parts)
 
     @property
     def outputs(self) -> dict[str, Output]:
@@ -114,6 +126,8 @@ class Plan:
         kv_cache: Scales of the key and value cache.
         excluded: Module on disk -> why it is not quantized.
         units: How the model is streamed, in the order of its modules.
+        folds: Tensors outside of ``matrices`` that take up a scale of what matrices read.
+        rows: Matrix -> the matrix whose scale its rows take up.
         notes: What a user should know.
         fallbacks: Where the plan departs from what was asked; ``strict`` makes that a failure.
         dialect: How the export names, shapes and describes tensors; see `export.translate`.
@@ -129,6 +143,8 @@ class Plan:
     excluded: dict[str, str]
     unquantized: list[str]
     units: list[Unit]
+    folds: list[Fold] = field(default_factory=list)
+    rows: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
     dialect: Dialect = field(default_factory=ModelOpt)
@@ -149,7 +165,13 @@ class Plan:
     @property
     def needs_calibration(self) -> bool:
         """Whether any scale depends on the inputs that the model sees."""
-        return bool(self.kv_cache) or any(m.input_group is not None for m in self.matrices)
+        searched = bool(self.matrices) and self.recipe.algorithm.needs_inputs
+        return searched or bool(self.kv_cache) or any(m.input_group for m in self.matrices)
+
+    @property
+    def keeps_scales(self) -> bool:
+        """Whether some scale of inputs stays in the export, as ``pre_quant_scale``."""
+        return any(m.keeps_scale for m in self.matrices)
 
 
 def make_plan(
@@ -194,7 +216,9 @@ def make_plan(
         )
     units = find_units(model, ptq.layer_names)
     unit_of = {entry: unit.name for unit in units for entry in unit.entries}
-    matrices = _matrices(candidates, names, unit_of, numerics, ptq)
+    readers = find_readers(candidates, model, names, tensors, spec, recipe, numerics)
+    peer = numerics == "modelopt" and recipe.algorithm.smooths
+    matrices = _matrices(candidates, names, unit_of, numerics, ptq, readers, tensors, peer)
     plan = Plan(
         recipe=recipe,
         numerics=numerics,
@@ -210,6 +234,8 @@ def make_plan(
         excluded={c.name: c.skip for c in candidates if c.skip},
         unquantized=[],
         units=units,
+        folds=readers.folds,
+        rows=readers.rows,
     )
     plan.unquantized = _unquantized_modules(plan, model)
     if spec is None:
@@ -218,14 +244,6 @@ def make_plan(
             "structure alone (models/README.md tells how to add it)"
         )
     return plan
-
-
-def fused_group(name: str, role: str, ptq: PTQSpec) -> str | None:
-    """Return a key that the siblings share which engines fuse with this linear, or None."""
-    for group in ptq.fused_linears:
-        if role in group:
-            return f"{name.removesuffix(role)}[{'+'.join(group)}]"
-    return None
 
 
 def _whole_groups(candidates: list[Candidate], ptq: PTQSpec) -> list[Candidate]:
@@ -263,12 +281,29 @@ def _matrices(
     unit_of: Mapping[str, str],
     numerics: Numerics,
     ptq: PTQSpec,
+    readers: Readers,
+    tensors: Mapping[str, TensorShape],
+    peer: bool,
 ) -> list[Matrix]:
+    """Settle each matrix.
+
+    ``peer`` says that Model Optimizer's smoothing is followed: each expert's inputs have a scale of
+    their own, and its gate and up projections share all scales of weights.
+    """
+
     @cache  # most matrices of a model are alike, and then share one tuple
-    def parts(name: str, shape: tuple[int, ...], input_major: bool) -> tuple[TensorSpec, ...]:
-        return FORMATS[name].tensors(shape, stacked_input_major=input_major, numerics=numerics)
+    def parts(
+        name: str, shape: tuple[int, ...], input_major: bool, kept: torch.dtype | None
+    ) -> tuple[TensorSpec, ...]:
+        fmt = FORMATS[name]
+        specs = fmt.tensors(shape, stacked_input_major=input_major, numerics=numerics)
+        if kept is None:
+            return specs
+        width = shape[-2] if input_major else shape[-1]
+        return (*specs, TensorSpec(PRE_QUANT_SCALE, kept, (width,)))
 
     matrices = []
+    first: dict[tuple[str, int | None], Site] = {}
     for c in candidates:
         if c.skip is not None:
             continue
@@ -285,7 +320,9 @@ def _matrices(
         fused = fused_group(c.name, c.role, ptq)
         # The peer leaves dense siblings their own FP8 scales; engines then re-quantize them.
         apart = numerics == "modelopt" and fmt.name == "fp8" and c.expert is None
-        shares = fmt.shares_amax(c.shape, numerics)
+        shares = fmt.shares_amax(c.shape, numerics) or (peer and c.expert is not None)
+        reads = input_group(c, fused)
+        kept = tensors[c.source].dtype if c.name in readers.kept else None
         matrices.append(
             Matrix(
                 name=c.name,
@@ -294,24 +331,19 @@ def _matrices(
                 shape=c.shape,
                 input_major=c.input_major,
                 format=fmt.name,
-                parts=parts(fmt.name, c.shape, c.stacked and c.input_major),
+                parts=parts(fmt.name, c.shape, c.stacked and c.input_major, kept),
                 stacked=c.stacked,
                 weight_group=fused if fused and shares and not apart else c.name,
-                input_group=_input_group(c, fused) if fmt.static_input else None,
+                input_group=((fused or c.name) if peer else reads) if fmt.static_input else None,
                 entry=entry,
                 expert=expert,
                 experts=c.experts,
                 unit=unit_of[entry],
+                reads=readers.group[c.name],
+                seen_at=first.setdefault((reads, c.expert), Site(entry, expert)),
             )
         )
     return matrices
-
-
-def _input_group(c: Candidate, fused: str | None) -> str:
-    """All experts of a layer share the scale of what they read: engines keep one for all."""
-    if c.experts and not c.stacked:
-        return f"{c.experts}[{fused.rpartition('[')[2].rstrip(']') if fused else c.role}]"
-    return fused or c.name
 
 
 def _widened(ptq: PTQSpec, numerics: Numerics) -> frozenset[str]:

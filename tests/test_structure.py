@@ -31,7 +31,7 @@ LAYERS = (
     ("job",),
     ("export", "verify"),
     ("plan",),
-    ("cache_scales",),
+    ("cache_scales", "readers"),
     ("select", "build"),
     ("calibrate",),
     ("offload", "parallel"),
