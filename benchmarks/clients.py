@@ -224,12 +224,16 @@ def answers() -> str:
     rows = []
     for preset in preset_names():
         for dialect, kind in DIALECTS.items():
-            fmts = [FORMATS[name] for name in load_recipe(preset).formats]
+            recipe = load_recipe(preset)
+            fmts = [FORMATS[name] for name in recipe.formats]
             problems = [p for f in fmts if (p := kind(torch.bfloat16).problem(f, (256, 256)))]
             if problems:
                 cells = [cell(Verdict("refused", f"by this package: {problems[0]}"))] * len(ENGINES)
             else:
-                cells = [cell(verdict(e, dialect, fmts[0])) for e in ENGINES]
+                found = [verdict(e, dialect, fmts[0]) for e in ENGINES]
+                if recipe.algorithm.smooths:
+                    found = [Verdict("unknown") if v.answer == "loads" else v for v in found]
+                cells = [cell(v) for v in found]
             rows.append((preset, dialect, *cells))
     listed = "\n".join(f"{number}. {rule}" for number, rule in enumerate(notes, 1))
     return f"{table(('preset', 'dialect', *ENGINES), rows)}\n\n{listed}"
@@ -248,9 +252,11 @@ Made by `nox -s clients`; do not edit.
 ## By preset, dialect and engine
 
 What vLLM 0.32.0, SGLang 0.5.23, TensorRT-LLM and transformers 5.14.1 do with the linear layers of
-an export. "?" means that no source of theirs was found to say so and nothing was run. No preset
-leaves a `pre_quant_scale`, so none needs folding. `quantize` notes where no engine is known to load
-a format in the chosen dialect.
+an export. "?" means that no source of theirs was found to say so and nothing was run. Presets
+that search scales of input channels (AWQ, SmoothQuant) leave a `pre_quant_scale` where no norm or
+linear takes it up. What engines do with one was not examined, so none counts as loading them; the
+compressed-tensors dialect refuses it when a run is planned. `quantize` notes where no engine is
+known to load a format in the chosen dialect.
 
 {answers()}
 

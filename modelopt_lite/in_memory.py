@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_lite.build import eager_experts, quiet_transformers
+from modelopt_lite.calibrate.algorithms import make_algorithm
 from modelopt_lite.calibrate.attention import watch_attention
 from modelopt_lite.calibrate.evidence import Evidence
 from modelopt_lite.calibrate.observe import InputWatch
+from modelopt_lite.calibrate.statistics import Statistics
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.checkpoint.writer import parse_size
@@ -73,9 +75,12 @@ def quantize(
         The same model, which now carries its statistics.
     """
     chosen = load_recipe(recipe, kv_cache=kv_cache)
+    algorithm = make_algorithm(chosen.algorithm, numerics)
     evidence = Evidence(cache=cache_stats(chosen, numerics))
+    if algorithm is not None:
+        evidence.statistics = Statistics(algorithm.kinds, None, algorithm.row_limit)
     if forward_loop is not None:
-        watch = InputWatch(evidence.inputs.visit)
+        watch = InputWatch(evidence.visit)
         watch.watch({n: p for n, p in model.named_parameters() if p.ndim in (2, 3)})
         with (
             eager_experts(model),

@@ -56,8 +56,9 @@ def run_calibrated(
         progress: Told how far the run is.
     """
     plan, model, evidence = job.plan, job.model, exporter.evidence
-    watch = InputWatch(evidence.inputs.visit)
-    watched = {m.entry for m in plan.matrices if m.input_group is not None}
+    watch = InputWatch(evidence.visit)
+    searches = plan.recipe.algorithm.needs_inputs
+    watched = {m.entry for m in plan.matrices if searches or m.input_group is not None}
     with ExitStack() as stack:
         skipped = stack.enter_context(without_head(model, plan))
         if plan.kv_cache:
@@ -84,7 +85,8 @@ def run_calibrated(
             )
         )
         passes = [partial(forward, batch) for batch in batches]
-        if schedule.units is None:
+        # Whole models go pass by pass; searches then would hold what entered all layers.
+        if schedule.units is None and not searches:
             streamed.run_resident(passes)
             return
         waiting = None

@@ -24,6 +24,7 @@ from modelopt_lite.formats.linear import FORMATS, LinearFormat, get_format
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ModelSpec, PTQSpec, ptq_facts
 from modelopt_lite.offload.units import Unit
+from modelopt_lite.readers import Fold, Readers, find_readers, fused_group, input_group
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import (
     Candidate,
@@ -33,6 +34,8 @@ from modelopt_lite.select import (
     find_candidates,
 )
 from modelopt_lite.structure import Structure, TensorShape
+
+PRE_QUANT_SCALE = "pre_quant_scale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Matrix:
         input_group: Matrices of one group share the amax of their inputs; None: inputs need none.
         entry: The parameter of the model that multiplies its inputs; ``expert`` which of a stack.
         unit: The unit that holds the parameter.
+        reads: Matrices with the same value read the same tensor, and share a scale of its channels.
+        seen_at: The site at which what it reads is looked at; of several that read the same, one.
     """
 
     name: str
@@ -68,11 +73,18 @@ class Matrix:
     expert: int | None
     experts: str | None
     unit: str
+    reads: str
+    seen_at: Site
 
     @property
     def site(self) -> Site:
         """Where its inputs are seen."""
         return Site(self.entry, self.expert)
+
+    @property
+    def keeps_scale(self) -> bool:
+        """Whether the export has the scale of the channels of its inputs."""
+        return any(part.suffix == PRE_QUANT_SCALE for part in self.parts)
 
     @property
     def outputs(self) -> dict[str, Output]:
@@ -113,6 +125,8 @@ class Plan:
         excluded: Module on disk -> why it is not quantized.
         units: How the model is streamed, in the order of its modules.
         by_tensor: Units are runs of tensors on disk instead, and hold names on disk.
+        folds: Tensors outside of ``matrices`` that take up a scale of what matrices read.
+        rows: Matrix -> the matrix whose scale its rows take up.
         notes: What a user should know.
         fallbacks: Where the plan departs from what was asked; ``strict`` makes that a failure.
         dialect: How the export names, shapes and describes tensors; see `export.translate`.
@@ -129,6 +143,8 @@ class Plan:
     unquantized: list[str]
     units: list[Unit]
     by_tensor: bool = False
+    folds: list[Fold] = field(default_factory=list)
+    rows: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
     dialect: Dialect = field(default_factory=ModelOpt)
@@ -149,7 +165,13 @@ class Plan:
     @property
     def needs_calibration(self) -> bool:
         """Whether any scale depends on the inputs that the model sees."""
-        return bool(self.kv_cache) or any(m.input_group is not None for m in self.matrices)
+        searched = bool(self.matrices) and self.recipe.algorithm.needs_inputs
+        return searched or bool(self.kv_cache) or any(m.input_group for m in self.matrices)
+
+    @property
+    def keeps_scales(self) -> bool:
+        """Whether some scale of inputs stays in the export, as ``pre_quant_scale``."""
+        return any(m.keeps_scale for m in self.matrices)
 
 
 def make_plan(
@@ -192,7 +214,9 @@ def make_plan(
             f"left out as: {'; '.join(reasons[:5])}); change its patterns or its format"
         )
     unit_of = {entry: unit.name for unit in structure.units for entry in unit.entries}
-    matrices = _matrices(candidates, names, unit_of, numerics, ptq)
+    readers = find_readers(candidates, structure, tensors, spec, recipe, numerics)
+    peer = numerics == "modelopt" and recipe.algorithm.smooths
+    matrices = _matrices(candidates, names, unit_of, numerics, ptq, readers, tensors, peer)
     plan = Plan(
         recipe=recipe,
         numerics=numerics,
@@ -204,6 +228,8 @@ def make_plan(
         excluded={c.name: c.skip for c in candidates if c.skip},
         unquantized=[],
         units=list(structure.units),
+        folds=readers.folds,
+        rows=readers.rows,
     )
     plan.unquantized = _unquantized_modules(plan, structure)
     if spec is None:
@@ -215,14 +241,15 @@ def make_plan(
 
 
 def needs_data(recipe: Recipe) -> bool:
-    """Whether a recipe asks for scales that depend on the inputs that the model sees.
+    """Whether a recipe asks for anything that depends on the inputs that the model sees.
 
     Raises:
         RecipeError: An unknown format.
     """
     cache = CACHE_FORMATS[recipe.kv_cache] if recipe.kv_cache else None
     static = [get_format(name).static_input for name in recipe.formats]
-    return any(static) or (cache is not None and cache.scaled)
+    searched = bool(recipe.formats) and recipe.algorithm.needs_inputs
+    return searched or any(static) or (cache is not None and cache.scaled)
 
 
 def _kv_cache(
@@ -236,14 +263,6 @@ def _kv_cache(
         return []
     assert structure.model is not None, "scales of a cache need a model"
     return find_caches(structure.model, structure.names, tensors, unit_of, ptq, cache)
-
-
-def fused_group(name: str, role: str, ptq: PTQSpec) -> str | None:
-    """Return a key that the siblings share which engines fuse with this linear, or None."""
-    for group in ptq.fused_linears:
-        if role in group:
-            return f"{name.removesuffix(role)}[{'+'.join(group)}]"
-    return None
 
 
 def _whole_groups(candidates: list[Candidate], ptq: PTQSpec) -> list[Candidate]:
@@ -281,12 +300,29 @@ def _matrices(
     unit_of: Mapping[str, str],
     numerics: Numerics,
     ptq: PTQSpec,
+    readers: Readers,
+    tensors: Mapping[str, TensorShape],
+    peer: bool,
 ) -> list[Matrix]:
+    """Settle each matrix.
+
+    ``peer`` says that Model Optimizer's smoothing is followed: each expert's inputs have a scale of
+    their own, and its gate and up projections share all scales of weights.
+    """
+
     @cache  # most matrices of a model are alike, and then share one tuple
-    def parts(name: str, shape: tuple[int, ...], input_major: bool) -> tuple[TensorSpec, ...]:
-        return FORMATS[name].tensors(shape, stacked_input_major=input_major, numerics=numerics)
+    def parts(
+        name: str, shape: tuple[int, ...], input_major: bool, kept: torch.dtype | None
+    ) -> tuple[TensorSpec, ...]:
+        fmt = FORMATS[name]
+        specs = fmt.tensors(shape, stacked_input_major=input_major, numerics=numerics)
+        if kept is None:
+            return specs
+        width = shape[-2] if input_major else shape[-1]
+        return (*specs, TensorSpec(PRE_QUANT_SCALE, kept, (width,)))
 
     matrices = []
+    first: dict[tuple[str, int | None], Site] = {}
     for c in candidates:
         if c.skip is not None:
             continue
@@ -303,7 +339,9 @@ def _matrices(
         fused = fused_group(c.name, c.role, ptq)
         # The peer leaves dense siblings their own FP8 scales; engines then re-quantize them.
         apart = numerics == "modelopt" and fmt.name == "fp8" and c.expert is None
-        shares = fmt.shares_amax(c.shape, numerics)
+        shares = fmt.shares_amax(c.shape, numerics) or (peer and c.expert is not None)
+        reads = input_group(c, fused)
+        kept = tensors[c.source].dtype if c.name in readers.kept else None
         matrices.append(
             Matrix(
                 name=c.name,
@@ -312,24 +350,19 @@ def _matrices(
                 shape=c.shape,
                 input_major=c.input_major,
                 format=fmt.name,
-                parts=parts(fmt.name, c.shape, c.stacked and c.input_major),
+                parts=parts(fmt.name, c.shape, c.stacked and c.input_major, kept),
                 stacked=c.stacked,
                 weight_group=fused if fused and shares and not apart else c.name,
-                input_group=_input_group(c, fused) if fmt.static_input else None,
+                input_group=((fused or c.name) if peer else reads) if fmt.static_input else None,
                 entry=entry,
                 expert=expert,
                 experts=c.experts,
                 unit=unit_of[entry],
+                reads=readers.group[c.name],
+                seen_at=first.setdefault((reads, c.expert), Site(entry, expert)),
             )
         )
     return matrices
-
-
-def _input_group(c: Candidate, fused: str | None) -> str:
-    """All experts of a layer share the scale of what they read: engines keep one for all."""
-    if c.experts and not c.stacked:
-        return f"{c.experts}[{fused.rpartition('[')[2].rstrip(']') if fused else c.role}]"
-    return fused or c.name
 
 
 def _widened(ptq: PTQSpec, numerics: Numerics) -> frozenset[str]:

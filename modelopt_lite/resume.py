@@ -53,7 +53,7 @@ class UnitLog:
     def restore(self, exporter: Exporter) -> None:
         """Tell the exporter what an earlier run found out about the units it finished."""
         for entry in self._journal.entries:
-            exporter.restore(entry["unit"], entry["findings"])
+            exporter.restore(entry["findings"])
 
     def is_finished(self, unit: Unit) -> bool:
         """Whether an earlier run exported the unit; a layer may still have calls to come."""

@@ -8,10 +8,12 @@ from typing import Any
 
 from modelopt_lite.budgets import Schedule
 from modelopt_lite.build import eager_experts
+from modelopt_lite.calibrate.algorithms import make_algorithm
 from modelopt_lite.calibrate.cache import CacheStats
 from modelopt_lite.calibrate.data import CalibrationData
 from modelopt_lite.calibrate.evidence import Evidence
 from modelopt_lite.calibrate.observe import Site
+from modelopt_lite.calibrate.statistics import Statistics
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.journal import JOURNAL, Journal
 from modelopt_lite.checkpoint.shards import ExportLayout
@@ -20,6 +22,7 @@ from modelopt_lite.checkpoint.writers import ExportWriter
 from modelopt_lite.data_free import quantizer_count, run_data_free
 from modelopt_lite.export.configs import write_configs
 from modelopt_lite.export.exporter import Exporter
+from modelopt_lite.export.treat import sites_of
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.job import Job, versions
@@ -58,7 +61,10 @@ class Run:
         job, scratch = self.job, folder.parent
         if self.data is not None:
             bound_caches()
-        evidence = Evidence(cache=cache_stats(job.plan.recipe, job.plan.numerics))
+        evidence = Evidence(
+            cache=cache_stats(job.plan.recipe, job.plan.numerics),
+            statistics=input_statistics(job.plan),
+        )
         journal = Journal(folder.parent / JOURNAL, self.report.details)
         written = [name for entry in journal.entries for name in entry["written"]]
         with (
@@ -129,6 +135,15 @@ def cache_stats(recipe: Recipe, numerics: Numerics) -> CacheStats:
     return CacheStats(affine=cache is not None and cache.affine, numerics=numerics)
 
 
+def input_statistics(plan: Plan) -> Statistics:
+    """Return what gathers the statistics that a plan's algorithm needs."""
+    algorithm = make_algorithm(plan.recipe.algorithm, plan.numerics)
+    if algorithm is None:
+        return Statistics()
+    sites = (site for m in plan.matrices for site in sites_of(m, m.seen_at))
+    return Statistics(algorithm.kinds, sites, algorithm.row_limit)
+
+
 def fill_report(report: Report, job: Job, exporter: Exporter, evidence: Evidence) -> None:
     """Write into a report what a run saw and did."""
     plan = job.plan
@@ -155,7 +170,7 @@ def expert_usage(plan: Plan, evidence: Evidence) -> tuple[dict[str, list[int]], 
     """Return rows seen by each expert of each layer, and the experts that saw none."""
     rows: dict[str, dict[int, int]] = {}
     for m in plan.matrices:
-        if m.experts is None or m.input_group is None:
+        if m.experts is None or not (m.input_group or plan.recipe.algorithm.needs_inputs):
             continue
         seen = evidence.inputs.rows
         if m.expert is None and len(m.shape) == 3:

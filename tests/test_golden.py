@@ -4,7 +4,9 @@ The peer's files were made on an Intel machine with AMX, one thread, transformer
 and their scales do not depend on the machine. Activations do: ``scales_without_amx.json`` holds the
 15 scales that came out otherwise when the peer itself was run on a machine with AVX-512 alone. On
 both kinds of machine every scale must be the peer's; on others, and under other releases, they
-agree to two steps of bfloat16.
+agree to two steps of bfloat16. Searches choose by activations, so they are compared on the kind of
+machine that the peer ran on alone. Cases that end in ``@tf457`` were made with transformers 4.57,
+whose experts are modules of their own; later releases add up experts of Mixtral otherwise.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ RECIPES: dict[str, str | Recipe] = {
     "w4a8_mxfp4_fp8": Recipe(name="dynamic", weights="w4a8_mxfp4_fp8_dynamic"),
     "w4a8_mxfp4_fp8_max": "w4a8_mxfp4_fp8",
 }
+SEARCHED = ("awq", "gptq", "svdquant", "hessian")
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 KNOWN_MACHINE = (
     transformers.__version__ == "5.14.1"
@@ -54,8 +57,19 @@ def source_of(case: str) -> Path:
     return GOLDEN / "inputs" / case.split("-", 1)[0]
 
 
+def skip_where_it_cannot_be(case: str) -> None:
+    release = Version(transformers.__version__)
+    if case.startswith("qwen3_moe") and release < Version("5.1"):
+        pytest.skip("transformers before 5.1 does not read num_local_experts of this config")
+    if case.startswith("mixtral") and case.endswith("@tf457"):
+        if release >= Version("5"):
+            pytest.skip("made with transformers 4.57, which adds up experts in another order")
+    elif any(part in case for part in SEARCHED) and not (KNOWN_MACHINE and HAS_AMX):
+        pytest.skip("what a search chooses depends on the processor's products")
+
+
 def export(case: str, folder: Path) -> Path:
-    name, _, kv = case.split("-", 1)[1].partition("+kv_")
+    name, _, kv = case.split("-", 1)[1].partition("@")[0].partition("+kv_")
     source = source_of(case)
     quantize_and_export(
         source,
@@ -75,13 +89,12 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_promised_case_is_there() -> None:
-    assert len(CASES) == 26
+    assert len(CASES) == 32
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tensors_are_the_peers(case: str, tmp_path: Path) -> None:
-    if case.startswith("qwen3_moe") and Version(transformers.__version__) < Version("5.1"):
-        pytest.skip("transformers before 5.1 does not read num_local_experts of this config")
+    skip_where_it_cannot_be(case)
     ours = load_file(export(case, tmp_path / "out") / "model.safetensors")
     theirs = load_file(GOLDEN / case / "export" / "model.safetensors")
     if not HAS_AMX:
@@ -103,13 +116,14 @@ def excluded(config: dict[str, Any], names: list[str], key: str) -> set[str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_configs_say_the_same_to_an_engine(case: str, tmp_path: Path) -> None:
-    if case.startswith("qwen3_moe") and Version(transformers.__version__) < Version("5.1"):
-        pytest.skip("transformers before 5.1 does not read num_local_experts of this config")
+    skip_where_it_cannot_be(case)
     ours, theirs = export(case, tmp_path / "out"), GOLDEN / case / "export"
     names = [
         name.removesuffix(".weight")
         for name, tensor in load_file(theirs / "model.safetensors").items()
         if name.endswith(".weight") and tensor.ndim > 1
+        # The peer forgets the embedding of Gemma 3, which it does not quantize either.
+        if not (case.startswith("gemma3") and "embed_tokens" in name)
     ]
     mine, other = (json.loads((f / "hf_quant_config.json").read_text()) for f in (ours, theirs))
     for key in ("quant_algo", "kv_cache_quant_algo", "group_size"):

@@ -17,8 +17,10 @@ PRESETS = [
     "fp8",
     "fp8_2d_blockwise_weight_only",
     "fp8_per_channel_per_token",
+    "int4_awq",
     "int4_weight_only",
     "int8",
+    "int8_smoothquant",
     "int8_weight_only",
     "mamba_moe_fp8_aggressive",
     "mamba_moe_fp8_conservative",
@@ -28,12 +30,14 @@ PRESETS = [
     "mxfp4_mlp_weight_only",
     "mxfp8",
     "nvfp4",
+    "nvfp4_awq_lite",
     "nvfp4_experts_only",
     "nvfp4_fp8_mha",
     "nvfp4_mlp_only",
     "nvfp4_mlp_weight_only",
     "nvfp4_omlp_only",
     "w4a16_nvfp4",
+    "w4a8_awq_beta",
     "w4a8_mxfp4_fp8",
     "w4a8_nvfp4_fp8",
 ]
@@ -131,7 +135,10 @@ def test_no_such_kv_cache(kv_cache: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("weight: fp8", "unknown key 'weight'; did you mean 'weights'.; known: description, "),
+        (
+            "weight: fp8",
+            "unknown key 'weight'; did you mean 'weights'.; known: algorithm, description, ",
+        ),
         ("1: fp8", "unknown key 1"),
         ("include: []", 'weights must name a format, or be "none", got None'),
         ("weights: [fp8]", 'weights must name a format, or be "none", got'),

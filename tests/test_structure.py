@@ -32,7 +32,7 @@ LAYERS = (
     ("export", "verify"),
     ("tensor_units",),
     ("plan",),
-    ("cache_scales",),
+    ("cache_scales", "readers"),
     ("select", "build"),
     ("naming",),
     ("structure",),

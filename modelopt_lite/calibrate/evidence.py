@@ -13,14 +13,21 @@ from torch import Tensor
 
 from modelopt_lite.calibrate.cache import CacheStats
 from modelopt_lite.calibrate.observe import InputStats, Site
+from modelopt_lite.calibrate.statistics import Statistics
 
 
 @dataclass(slots=True)
 class Evidence:
-    """What calibration saw."""
+    """What calibration saw; ``statistics`` only until a layer is finished."""
 
     inputs: InputStats = field(default_factory=InputStats)
     cache: CacheStats = field(default_factory=CacheStats)
+    statistics: Statistics = field(default_factory=Statistics)
+
+    def visit(self, site: Site, x: Tensor, batched: bool) -> None:
+        """Take one input into account; an `InputWatch` calls it."""
+        self.inputs.visit(site, x, batched)
+        self.statistics.visit(site, x, batched)
 
     def to_json(self, sites: Iterable[Site], modules: Iterable[str]) -> dict[str, Any]:
         """Return, as JSON values, what was seen at some sites and attention modules."""

@@ -31,6 +31,7 @@ class Contents:
         names_in_model: Module on disk -> its name in the model, where that is another.
         cache: Format of the key and value cache.
         numerics: "modelopt" keeps what Model Optimizer leaves out of its files.
+        pre_quant_scale: Whether it is said of inputs that their channels have scales.
     """
 
     formats: Mapping[str, LinearFormat]
@@ -38,6 +39,7 @@ class Contents:
     names_in_model: Mapping[str, str] = field(default_factory=dict)
     cache: CacheFormat | None = None
     numerics: Numerics = "exact"
+    pre_quant_scale: bool = False
 
     @property
     def distinct(self) -> list[LinearFormat]:
@@ -85,6 +87,10 @@ class Dialect(ABC):
     @abstractmethod
     def cache_problem(self, cache: CacheFormat) -> str | None:
         """Return the rule by which a format of the cache cannot be kept; None if it can."""
+
+    @abstractmethod
+    def pre_quant_scale_problem(self) -> str | None:
+        """Return the rule by which a scale of each channel of inputs cannot be kept; or None."""
 
     @abstractmethod
     def tensors(

@@ -48,6 +48,11 @@ class CompressedTensors(Dialect):
         if len(shape) == 3:
             return "it holds matrices alone, and these experts are one tensor of the source"
         layout = layout_of(fmt)
+        if layout is None and fmt.codec.kind == "int":
+            return (
+                "pack-quantized has one level of scales, and the format "
+                f"{fmt.name!r} has a second, of the whole matrix"
+            )
         if layout is None:
             return (
                 f"nvfp4-pack-quantized has blocks of 16 and a global scale of amax / 2688, and the "
@@ -65,6 +70,13 @@ class CompressedTensors(Dialect):
         if not cache.scaled:
             return "its kv_cache_scheme wants a scale for each layer; use the cache format 'fp8'"
         return None
+
+    def pre_quant_scale_problem(self) -> str | None:
+        """See `Dialect.pre_quant_scale_problem`."""
+        return (
+            "it has no tensor for scales of the channels of inputs, and the model has no norm or "
+            "linear before this matrix that takes them up"
+        )
 
     def tensors(
         self, fmt: LinearFormat, parts: Sequence[TensorSpec], shape: tuple[int, ...]

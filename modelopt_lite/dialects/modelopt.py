@@ -41,6 +41,10 @@ class ModelOpt(Dialect):
         """See `Dialect.cache_problem`."""
         return None
 
+    def pre_quant_scale_problem(self) -> str | None:
+        """See `Dialect.pre_quant_scale_problem`."""
+        return None
+
     def tensors(
         self, fmt: LinearFormat, parts: Sequence[TensorSpec], shape: tuple[int, ...]
     ) -> tuple[TensorSpec, ...]:
@@ -129,13 +133,19 @@ def _kv_algo(contents: Contents) -> str | None:
 
 def _layer(fmt: LinearFormat, contents: Contents) -> dict[str, Any]:
     """What describes one format: its name and, with blocks, their size."""
-    layer: dict[str, Any] = {"quant_algo": fmt.quant_algo}
+    layer: dict[str, Any] = {"quant_algo": _algo(fmt, contents)}
     silent = contents.numerics == "modelopt" and fmt.quant_algo in _PEER_SILENT
     if fmt.group_size is not None and not silent:
         layer["group_size"] = fmt.group_size
-    if "AWQ" in fmt.quant_algo:  # readers look for what the peer states even where it does not hold
-        layer |= {"has_zero_point": False, "pre_quant_scale": False}
+    if any(part in layer["quant_algo"] for part in ("AWQ", "SVD")):
+        # Readers look for what the peer states even where it does not hold.
+        layer |= {"has_zero_point": False, "pre_quant_scale": contents.pre_quant_scale}
     return layer
+
+
+def _algo(fmt: LinearFormat, contents: Contents) -> str:
+    """Name of a format; NVFP4 has another where inputs have scales of their channels."""
+    return "NVFP4_AWQ" if fmt.name == "nvfp4" and contents.pre_quant_scale else fmt.quant_algo
 
 
 def _layers(contents: Contents) -> dict[str, dict[str, Any]]:
@@ -146,7 +156,7 @@ def _config_groups(contents: Contents) -> dict[str, Any]:
     """The groups that describe each format in numbers."""
     formats = contents.distinct
     if len(formats) == 1:
-        described = formats[0].quant_algo in _PEER_GROUPS or contents.numerics == "exact"
+        described = _algo(formats[0], contents) in _PEER_GROUPS or contents.numerics == "exact"
         return {"group_0": _group(formats[0], ["Linear"])} if described else {}
     return {
         f"group_{index}": _group(

@@ -9,20 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelopt_lite.calibrate.algorithm import Algorithm
+from modelopt_lite.calibrate.algorithms import make_algorithm
 from modelopt_lite.calibrate.evidence import Evidence
-from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.dequant import Source
-from modelopt_lite.checkpoint.names import natural_key
-from modelopt_lite.errors import CalibrationError, NonFiniteError, SpecError
-from modelopt_lite.export.quantize import Write, check_finite, quantize_matrices
+from modelopt_lite.errors import CalibrationError, SpecError
+from modelopt_lite.export.inputs import amax_of_groups
+from modelopt_lite.export.quantize import (
+    Write,
+    check_finite,
+    matrix_value,
+    quantize_matrices,
+)
+from modelopt_lite.export.treat import ReadThrough, Treated, folds_by_tensor, sites_of
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.base import rounded_up
 from modelopt_lite.formats.linear import FORMATS, ErrorReport
 from modelopt_lite.offload.units import Unit
 from modelopt_lite.plan import Copy, Matrix, Plan
 from modelopt_lite.select import Output
-from modelopt_lite.words import counted
 
 
 class _Destination:
@@ -37,6 +43,10 @@ class _Destination:
             self.matrices.setdefault(matrix.unit, []).append(matrix)
             if matrix.input_group is not None:  # what its peers read is known with the whole layer
                 self.scaled.setdefault(whole[matrix.unit], []).append(matrix)
+
+    def of_units(self, units: Sequence[str]) -> list[Matrix]:
+        """The matrices of some units, in the units' order."""
+        return [matrix for name in units for matrix in self.matrices.get(name, ())]
 
     def input_outputs(self, matrix: Matrix) -> dict[str, Output]:
         """The tensors that stand for the scale of a matrix's inputs."""
@@ -77,13 +87,13 @@ class Exporter:
             _Destination(plan, f"{plan.dialect.name}/" if len(plans) > 1 else "", whole)
             for plan in plans
         ]
-        self._matrices = self._destinations[0].matrices
-        self._scaled = self._destinations[0].scaled
         self._parts: dict[str, list[str]] = {}
         for unit in plan.units:
             if unit.parent is not None:
                 self._parts.setdefault(unit.parent, []).append(unit.name)
         _check_groups(plan.matrices, whole)
+        self._algorithm = make_algorithm(plan.recipe.algorithm, plan.numerics)
+        self._folds = folds_by_tensor(plan)
         self.errors: dict[str, ErrorReport] = {}
         self.input_amax: dict[str, Tensor] = {}
 
@@ -103,52 +113,74 @@ class Exporter:
             The names that they have in the export.
         """
         names: list[str] = []
+        units, treated = [unit.name], None
+        if self._algorithm is not None:
+            if unit.parent is not None:
+                return []  # scales are chosen for the whole layer, which reads its parts again
+            units += self._parts.get(unit.name, ())
+            sources = ReadThrough(sources, self._source)
+            treated = self._treat(self._algorithm, self._destinations[0].of_units(units), sources)
         for to in self._destinations:
             write = partial(self._write, to, names)
             found = quantize_matrices(
-                to.matrices.get(unit.name, []),
+                to.of_units(units),
                 sources,
                 amax,
                 write,
                 numerics=self._plan.numerics,
                 dialect=to.plan.dialect,
                 verify=self._verify,
+                treated=treated,
             )
             for name, error in found.items():
                 before = self.errors.get(name, error)
                 self.errors[name] = before if before.worst > error.worst else error
-            self._export_input_scales(to, to.scaled.get(unit.name, []), write)
+            self._export_input_scales(to, to.scaled.get(unit.name, []), write, treated)
             self._export_cache_scales(to, unit, write)
-        for name, value in sources.items():
+        for name, value in list(sources.items()):
+            fold = self._folds.get(name)
+            kept = value if treated is None or fold is None else treated.folded(fold, value)
             for copy in self._copies.get(name, ()):
-                self._write_copy(copy, value, names)
+                self._write_copy(copy, kept, names)
         return names
+
+    def _treat(
+        self, algorithm: Algorithm, matrices: Sequence[Matrix], sources: Mapping[str, Tensor]
+    ) -> Treated:
+        """Choose what becomes of a layer's matrices, and forget what entered them."""
+        statistics = self.evidence.statistics
+        treated = Treated(
+            self._plan, algorithm, matrices, lambda m: matrix_value(m, sources), statistics
+        )
+        statistics.drop(site for m in matrices for site in sites_of(m, m.seen_at))
+        return treated
 
     def sees_inputs(self, unit: Unit) -> bool:
         """Whether what the unit becomes depends on what enters it."""
-        return bool(self._scaled.get(unit.name))
+        return self._algorithm is not None or bool(self._destinations[0].scaled.get(unit.name))
 
     def findings(self, unit: Unit) -> dict[str, Any]:
         """Return, as JSON values, what was found out about an exported unit."""
-        matrices = [
-            matrix
-            for name in (unit.name, *self._parts.get(unit.name, ()))
-            for matrix in self._matrices.get(name, ())
-        ]
-        sites = dict.fromkeys(site for m in matrices for site in self._sites(m))
+        units = [unit.name, *self._parts.get(unit.name, ())]
+        matrices = self._destinations[0].of_units(units)
+        sites = dict.fromkeys(site for m in matrices for site in sites_of(m, m.site))
         modules = [kv.module for kv in self._plan.kv_cache if kv.unit == unit.name]
         errors = {m.name: self.errors[m.name] for m in matrices if m.name in self.errors}
+        groups = dict.fromkeys(m.input_group for m in matrices if m.input_group)
+        amax = {g: float(self.input_amax[g]) for g in groups if g in self.input_amax}
         return {
             "errors": {name: [error.worst, error.relative] for name, error in errors.items()},
+            "input_amax": amax,
             **self.evidence.to_json(sites, modules),
         }
 
-    def restore(self, unit: str, findings: Mapping[str, Any]) -> None:
+    def restore(self, findings: Mapping[str, Any]) -> None:
         """Take the findings of an earlier run about a unit that it exported."""
         for name, (worst, relative) in findings["errors"].items():
             self.errors[name] = ErrorReport(worst, relative)
         self.evidence.add_json(findings)
-        self.input_amax.update(self._inputs(self._scaled.get(unit, [])))
+        amax = findings["input_amax"].items()
+        self.input_amax.update({group: torch.tensor(value) for group, value in amax})
 
     def export_rest(self, units: Sequence[Unit]) -> None:
         """Write what no forward pass brought in: units that did not run, and foreign tensors."""
@@ -172,9 +204,14 @@ class Exporter:
                     self._write_copy(copy, value, [])
 
     def _export_input_scales(
-        self, to: _Destination, matrices: Sequence[Matrix], write: Write
+        self,
+        to: _Destination,
+        matrices: Sequence[Matrix],
+        write: Write,
+        treated: Treated | None = None,
     ) -> None:
-        self.input_amax.update(self._inputs(matrices))
+        seen = self._seen_amax if treated is None else treated.input_amax
+        self.input_amax.update(amax_of_groups(matrices, seen))
         for matrix in matrices:
             fmt = FORMATS[matrix.format]
             scale = fmt.input_scale(self.input_amax[str(matrix.input_group)])
@@ -201,35 +238,9 @@ class Exporter:
         for to in self._destinations:
             self._write(to, names, copy.output, value[copy.region] if copy.region else value)
 
-    def _inputs(self, matrices: Sequence[Matrix]) -> dict[str, Tensor]:
-        """Largest magnitude that entered each input group, over all of its members."""
-        amax: dict[str, Tensor] = {}
-        for matrix in matrices:
-            if matrix.input_group is None:
-                continue
-            for site in self._sites(matrix):
-                seen = self.evidence.inputs.amax.get(site)
-                if seen is None:
-                    continue
-                before = amax.get(matrix.input_group)
-                amax[matrix.input_group] = seen if before is None else torch.maximum(before, seen)
-        for matrix in matrices:
-            if matrix.input_group is None:
-                continue
-            value = amax.get(matrix.input_group)
-            if value is None:
-                raise _unreached([m for m in matrices if m.input_group not in {None, *amax}])
-            if not bool(torch.isfinite(value)):
-                raise NonFiniteError(
-                    f"the inputs of {matrix.name!r} became NaN or infinite during calibration; "
-                    "exclude it in the recipe, or run the model in a wider dtype"
-                )
-        return amax
-
-    def _sites(self, matrix: Matrix) -> list[Site]:
-        if matrix.expert is None and len(matrix.shape) == 3:
-            return [Site(matrix.entry, expert) for expert in range(matrix.shape[0])]
-        return [matrix.site]
+    def _seen_amax(self, matrix: Matrix) -> list[Tensor]:
+        found = self.evidence.inputs.amax
+        return [found[site] for site in sites_of(matrix, matrix.site) if site in found]
 
     def _export_cache_scales(self, to: _Destination, unit: Unit, write: Write) -> None:
         for scales in to.plan.kv_cache:
@@ -249,20 +260,6 @@ class Exporter:
                 write(output, scale.reshape(output.shape))
                 if bias is not None and found.bias is not None:
                     write(bias, found.bias)
-
-
-def _unreached(matrices: Sequence[Matrix]) -> CalibrationError:
-    """The error for matrices of one unit whose inputs were never seen."""
-    first = matrices[0]
-    parents = {m.name.rpartition(".")[0].removeprefix(f"{m.unit}.") for m in matrices}
-    patterns = ", ".join(f'"*.{parent}"' for parent in sorted(parents, key=natural_key))
-    return CalibrationError(
-        f"no calibration data reached {first.name!r} (nor its peers; "
-        f"{counted(len(matrices), 'matrix', 'matrices')} of unit {first.unit!r} in all), so its "
-        "inputs have no scale. Where the model runs it on other inputs only, as attention to an "
-        f"encoder, exclude it in the recipe (exclude: [{patterns}]); else give more calibration "
-        "data, or use a recipe without static input scales"
-    )
 
 
 def _check_groups(matrices: Sequence[Matrix], whole: Mapping[str, str]) -> None:

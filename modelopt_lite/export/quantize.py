@@ -9,6 +9,7 @@ from torch import Tensor
 
 from modelopt_lite.dialects.base import Dialect
 from modelopt_lite.errors import InternalError, NonFiniteError
+from modelopt_lite.export.treat import Treated
 from modelopt_lite.formats.base import Numerics, amax
 from modelopt_lite.formats.linear import FORMATS, ErrorReport, measure_error
 from modelopt_lite.plan import Matrix
@@ -27,6 +28,7 @@ def quantize_matrices(
     numerics: Numerics,
     dialect: Dialect,
     verify: bool,
+    treated: Treated | None = None,
 ) -> dict[str, ErrorReport]:
     """Quantize whole groups of matrices and hand every tensor but input scales to the writer.
 
@@ -38,24 +40,29 @@ def quantize_matrices(
         numerics: Arithmetic of scales and quotients.
         dialect: The one that the matrices' outputs belong to.
         verify: Compare what was packed with the source, while that is in memory.
+        treated: What an algorithm makes of the matrices first; None leaves them.
 
     Returns:
         Module -> how far it is from its source; empty without ``verify``.
     """
     matrices = list(matrices)
-    group_amax = _weight_amax(matrices, sources, source_amax)
+    group_amax = _weight_amax(matrices, sources, source_amax, treated, numerics)
     errors = {}
     for matrix in matrices:
         fmt = FORMATS[matrix.format]
-        weight = _value(matrix, sources)
+        weight = matrix_value(matrix, sources)
+        extras: dict[str, Tensor] = {}
+        if treated is not None:
+            weight, extras = treated.weight(matrix, weight), treated.extras(matrix)
         shared = group_amax[matrix.weight_group]
         stacked_input_major = matrix.input_major and weight.ndim == 3
         tensors = fmt.quantize(
             weight,
-            shared,
+            None if shared.ndim else shared,
             numerics=numerics,
             input_major=stacked_input_major,
             scale_dtype=dialect.scale_dtype,
+            scale_amax=shared if shared.ndim else None,
         )
         if verify:
             turned = fmt.turns(stacked_input_major, numerics)
@@ -63,7 +70,7 @@ def quantize_matrices(
                 fmt, weight, tensors, numerics=numerics, turned=turned
             )
         outputs = {k: v for k, v in matrix.outputs.items() if dialect.part_of(k) != "input_scale"}
-        stored = dialect.encode(fmt, tensors, matrix.shape)
+        stored = dialect.encode(fmt, {**tensors, **extras}, matrix.shape)
         if stored.keys() != outputs.keys():
             raise InternalError(
                 f"{matrix.name}: {fmt.name} made {sorted(stored)}, the plan says {sorted(outputs)}"
@@ -94,7 +101,7 @@ def check_finite(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return largest
 
 
-def _value(matrix: Matrix, sources: Mapping[str, Tensor]) -> Tensor:
+def matrix_value(matrix: Matrix, sources: Mapping[str, Tensor]) -> Tensor:
     """The matrix as [R, K] (stacked experts as on disk); a view of the source tensor."""
     source = sources[matrix.source]
     value = source[matrix.region] if matrix.region else source
@@ -102,12 +109,24 @@ def _value(matrix: Matrix, sources: Mapping[str, Tensor]) -> Tensor:
 
 
 def _weight_amax(
-    matrices: Iterable[Matrix], sources: Mapping[str, Tensor], source_amax: Mapping[str, Tensor]
+    matrices: Iterable[Matrix],
+    sources: Mapping[str, Tensor],
+    source_amax: Mapping[str, Tensor],
+    treated: Treated | None,
+    numerics: Numerics,
 ) -> dict[str, Tensor]:
-    """Largest magnitude of each weight group."""
+    """Largest magnitude of each weight group, or what each of its scales stands for."""
     groups: dict[str, Tensor] = {}
     for matrix in matrices:
-        own = amax(_value(matrix, sources)) if matrix.region else source_amax[matrix.source]
+        if treated is not None:
+            weight = treated.weight(matrix, matrix_value(matrix, sources))
+            fmt, together = FORMATS[matrix.format], matrix.weight_group != matrix.name
+            apart = together and not fmt.shares_amax(tuple(weight.shape), numerics)
+            own = fmt.codec.scale_amax(weight) if apart else amax(weight)
+        elif matrix.region:
+            own = amax(matrix_value(matrix, sources))
+        else:
+            own = source_amax[matrix.source]
         before = groups.get(matrix.weight_group)
         groups[matrix.weight_group] = own if before is None else torch.maximum(before, own)
     return groups

@@ -53,13 +53,18 @@ def contents(plan: Plan) -> Contents:
         names_in_model=_names_in_model(plan),
         cache=CACHE_FORMATS[cache] if cache is not None else None,
         numerics=plan.numerics,
+        pre_quant_scale=plan.recipe.algorithm.smooths
+        and (plan.keeps_scales or plan.numerics == "modelopt"),
     )
 
 
 def _check_matrices(plan: Plan, dialect: Dialect) -> None:
     problems = {}
     for matrix in plan.matrices:
-        if problem := dialect.problem(FORMATS[matrix.format], matrix.shape):
+        problem = dialect.problem(FORMATS[matrix.format], matrix.shape)
+        if problem is None and matrix.keeps_scale:
+            problem = dialect.pre_quant_scale_problem()
+        if problem:
             problems[matrix.name] = problem
     if problems:
         name, problem = next(iter(problems.items()))

@@ -116,6 +116,7 @@ class LinearFormat:
         numerics: Numerics,
         input_major: bool = False,
         scale_dtype: torch.dtype = torch.float32,
+        scale_amax: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the tensors on disk but ``input_scale``, by suffix, contiguous.
 
@@ -127,6 +128,9 @@ class LinearFormat:
             numerics: Which arithmetic.
             input_major: The last two axes of ``w`` are swapped, and so are those of the result.
             scale_dtype: float32 scales of one level are rounded up to numbers that it holds.
+            scale_amax: What each scale stands for, float32, where it is not the largest magnitude
+                under it: of each row (INT8) or block ([E,] R, B) of INT4 and NVFP4. Others ignore
+                it.
 
         Raises:
             NonFiniteError: The amax is NaN or infinite.
@@ -134,7 +138,11 @@ class LinearFormat:
         """
         turn = self.turns(input_major, numerics)
         tensors = self.codec.quantize(
-            _oriented(w, turn), amax, numerics=numerics, scale_dtype=scale_dtype
+            _oriented(w, turn),
+            amax,
+            numerics=numerics,
+            scale_dtype=scale_dtype,
+            scale_amax=scale_amax,
         )
         return {k: t.contiguous() for k, t in _all_oriented(tensors, w.ndim, turn).items()}
 
@@ -194,6 +202,7 @@ FORMATS: Mapping[str, LinearFormat] = MappingProxyType(
             LinearFormat("int8", "W8A8_SQ_PER_CHANNEL", integer.INT8, inputs.INT8),
             LinearFormat("int8_weight_only", "W8A16", integer.INT8, inputs.NONE),
             LinearFormat("int4_weight_only", "W4A16_AWQ", integer.INT4, inputs.NONE),
+            LinearFormat("w4a8_awq", "W4A8_AWQ", integer.INT4_FOR_FP8, inputs.FP8),
             LinearFormat("nvfp4", "NVFP4", fp4.NVFP4, inputs.NVFP4),
             LinearFormat("w4a16_nvfp4", "W4A16_NVFP4", fp4.NVFP4, inputs.NONE),
             LinearFormat("w4a16_nvfp4_32", "W4A16_NVFP4", fp4.NVFP4_OF_32, inputs.NONE),

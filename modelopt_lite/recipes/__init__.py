@@ -15,6 +15,7 @@ from typing import Any
 
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.formats.cache import CACHE_FORMATS
+from modelopt_lite.recipes.algorithms import AlgorithmChoice, parse_algorithm
 
 _PRESETS = Path(__file__).parent
 KV_FORMATS = tuple(CACHE_FORMATS)
@@ -22,7 +23,10 @@ NO_FORMAT = "none"
 ALIASES = {
     "fp8_pc_pt": "fp8_per_channel_per_token",
     "fp8_pb_wo": "fp8_2d_blockwise_weight_only",
+    "int8_sq": "int8_smoothquant",
     "int8_wo": "int8_weight_only",
+    "nvfp4_awq": "nvfp4_awq_lite",
+    "w4a8_awq": "w4a8_awq_beta",
 }
 """Older, short names of presets."""
 
@@ -48,6 +52,7 @@ class Recipe:
         name: Shown in reports and in the default name of the export's folder.
         weights: Name of a format, which also says how inputs are quantized; ``"none"`` for none.
         kv_cache: Format of the key and value cache, or None to leave it.
+        algorithm: How scales are chosen; in files a name, or ``method`` and its options.
         include: Patterns of modules to quantize; empty: every linear layer and expert that the
             model's spec does not leave out.
         exclude: Patterns of modules to leave as they are, whatever else names them.
@@ -57,6 +62,7 @@ class Recipe:
     name: str
     weights: str
     kv_cache: str | None = None
+    algorithm: AlgorithmChoice = field(default_factory=AlgorithmChoice)
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
@@ -141,6 +147,7 @@ def parse_recipe(data: dict[str, Any], *, where: str) -> Recipe:
         raise RecipeError(
             f"{where}: name must be text that is not empty and has no /, got {data.get('name')!r}"
         )
+    made["algorithm"] = parse_algorithm(data.get("algorithm", "max"), where=where)
     overrides = data.get("overrides") or []
     if not isinstance(overrides, list):
         raise RecipeError(f"{where}: overrides must be a list, got {overrides!r}")

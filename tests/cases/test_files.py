@@ -131,7 +131,10 @@ def test_c35_links_of_a_hub_cache(checkpoint: Make, cases: Any) -> None:
 def test_c35_a_file_that_cannot_be_copied_leaves_nothing(
     checkpoint: Make, cases: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that fails at the end must not leave half an export."""
+    """A step that fails at the end must not leave half an export.
+
+    What the next run can go on from stays apart, unless it is told not to.
+    """
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -139,8 +142,11 @@ def test_c35_a_file_that_cannot_be_copied_leaves_nothing(
     source = checkpoint("llama")
     monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(OutputError, match="No space left"):
-        cases.run(source)
+        cases.run(source, resume=False)
     assert list(cases.tmp_path.iterdir()) == [source]
+    with pytest.raises(OutputError, match="No space left"):
+        cases.run(source)
+    assert [path for path in cases.tmp_path.iterdir() if path.name[0] != "."] == [source]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])

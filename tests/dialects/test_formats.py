@@ -19,8 +19,12 @@ from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.formats.linear import FORMATS, LinearFormat, measure_error
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-REFUSED = {"w4a16_nvfp4_32", "w4a8_nvfp4_fp8"}
-HELD = sorted(FORMATS.keys() - REFUSED)
+REFUSED = {
+    "w4a16_nvfp4_32": "blocks of 16",
+    "w4a8_awq": "one level of scales",
+    "w4a8_nvfp4_fp8": "blocks of 16",
+}
+HELD = sorted(FORMATS.keys() - REFUSED.keys())
 SHAPE = (160, 256)
 
 
@@ -132,11 +136,11 @@ def test_a_format_is_known_again_by_its_numbers(name: str) -> None:
     assert Schemes.of(other).formats_of("m") == ()
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_blocks_of_32_are_refused(name: str) -> None:
+@pytest.mark.parametrize(("name", "rule"), sorted(REFUSED.items()))
+def test_formats_without_a_compressor_are_refused(name: str, rule: str) -> None:
     problem = CompressedTensors().problem(FORMATS[name], SHAPE)
     assert problem is not None
-    assert "blocks of 16" in problem
+    assert rule in problem
 
 
 def test_what_else_the_dialect_cannot_hold() -> None:

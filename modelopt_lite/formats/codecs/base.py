@@ -16,6 +16,7 @@ from torch import Tensor
 
 from modelopt_lite.errors import NonFiniteError
 from modelopt_lite.formats.base import Numerics, TensorSpec
+from modelopt_lite.formats.base import amax as amax_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +70,13 @@ class Codec(ABC):
         *,
         numerics: Numerics,
         scale_dtype: torch.dtype = torch.float32,
+        scale_amax: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the tensors by suffix; arguments as for ``LinearFormat.quantize``."""
+
+    def scale_amax(self, w: Tensor) -> Tensor:
+        """Return what each scale of a matrix [R, K] stands for by default, float32."""
+        return amax_of(w)
 
     @abstractmethod
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -108,7 +114,8 @@ def stacked(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def unstacked(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Take a stack's tensors apart; the reverse of `stacked`."""
-    return [{k: t[e] for k, t in tensors.items()} for e in range(len(tensors["weight"]))]
+    count = len(tensors["weight"])
+    return [{k: t[e] if t.ndim else t for k, t in tensors.items()} for e in range(count)]
 
 
 def _stack(parts: list[Tensor]) -> Tensor:

@@ -50,6 +50,7 @@ class _NvFp4(Codec):
         *,
         numerics: Numerics,
         scale_dtype: torch.dtype = torch.float32,
+        scale_amax: Tensor | None = None,
     ) -> dict[str, Tensor]:
         amax = finite(base.amax(w) if amax is None else amax, "a weight")
         scale_2 = nvfp4.weight_scale_2(amax, numerics=numerics, reach=self.reach)
@@ -93,6 +94,7 @@ class _MxFp4(Codec):
         *,
         numerics: Numerics,
         scale_dtype: torch.dtype = torch.float32,
+        scale_amax: Tensor | None = None,
     ) -> dict[str, Tensor]:
         if w.ndim == 3:
             return stacked([self.quantize(part, None, numerics=numerics) for part in w])

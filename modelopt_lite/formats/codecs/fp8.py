@@ -39,6 +39,7 @@ class _PerTensor(Codec):
         *,
         numerics: Numerics,
         scale_dtype: torch.dtype = torch.float32,
+        scale_amax: Tensor | None = None,
     ) -> dict[str, Tensor]:
         amax = finite(base.amax(w) if amax is None else amax, "a weight")
         scale = base.rounded_up(fp8.scale_from_amax(amax, numerics=numerics), scale_dtype)
@@ -74,6 +75,7 @@ class _PerRow(Codec):
         *,
         numerics: Numerics,
         scale_dtype: torch.dtype = torch.float32,
+        scale_amax: Tensor | None = None,
     ) -> dict[str, Tensor]:
         scale = fp8.scale_from_amax(finite(base.row_amax(w), "a weight"), numerics=numerics)
         scale = base.rounded_up(scale, scale_dtype)
@@ -122,6 +124,7 @@ class _Blocks(Codec):
         *,
         numerics: Numerics,
         scale_dtype: torch.dtype = torch.float32,
+        scale_amax: Tensor | None = None,
     ) -> dict[str, Tensor]:
         if w.ndim == 3:
             parts = stacked(
@@ -184,6 +187,7 @@ class _MxFp8(Codec):
         *,
         numerics: Numerics,
         scale_dtype: torch.dtype = torch.float32,
+        scale_amax: Tensor | None = None,
     ) -> dict[str, Tensor]:
         if w.ndim == 3:
             return stacked([self.quantize(part, None, numerics=numerics) for part in w])

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from modelopt_lite.formats import base, integer
+from modelopt_lite.formats import base, fp8, integer
 from modelopt_lite.formats.base import Numerics, TensorSpec
 from modelopt_lite.formats.codecs.base import Codec, finite, stacked, unstacked
 
@@ -38,6 +38,7 @@ class _Int8(Codec):
         *,
         numerics: Numerics,
         scale_dtype: torch.dtype = torch.float32,
+        scale_amax: Tensor | None = None,
     ) -> dict[str, Tensor]:
         if w.ndim == 3:
             return stacked(
@@ -46,7 +47,8 @@ class _Int8(Codec):
                     for part in w
                 ]
             )
-        scale = integer.int8_scale(finite(base.row_amax(w), "a weight"), numerics=numerics)
+        own = base.row_amax(w) if scale_amax is None else scale_amax
+        scale = integer.int8_scale(finite(own, "a weight"), numerics=numerics)
         scale = base.rounded_up(scale, scale_dtype)
         return {"weight": integer.quantize_int8(w, scale), "weight_scale": scale}
 
@@ -86,6 +88,9 @@ class _Int4(Codec):
     def matrix_shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
         return (*codes[:-2], 2 * codes[-2], codes[-1])
 
+    def scale_amax(self, w: Tensor) -> Tensor:
+        return integer.block_amax(w)
+
     def quantize(
         self,
         w: Tensor,
@@ -93,15 +98,19 @@ class _Int4(Codec):
         *,
         numerics: Numerics,
         scale_dtype: torch.dtype = torch.float32,
+        scale_amax: Tensor | None = None,
     ) -> dict[str, Tensor]:
         if w.ndim == 3:
+            parts = [None] * len(w) if scale_amax is None else scale_amax
             return stacked(
                 [
-                    self.quantize(part, None, numerics=numerics, scale_dtype=scale_dtype)
-                    for part in w
+                    self.quantize(
+                        part, None, numerics=numerics, scale_dtype=scale_dtype, scale_amax=own
+                    )
+                    for part, own in zip(w, parts, strict=True)
                 ]
             )
-        own = finite(integer.block_amax(w), "a weight")
+        own = finite(self.scale_amax(w) if scale_amax is None else scale_amax, "a weight")
         scale = integer.scale_from_amax(own, largest=integer.INT4_MAX, numerics=numerics)
         scale = base.rounded_up(scale, scale_dtype)
         return {"weight": integer.quantize_int4(w, scale), "weight_scale": scale}
@@ -123,5 +132,39 @@ class _Int4(Codec):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Int4ForFp8(_Int4):
+    """INT4 for kernels that multiply in FP8: they also keep the scale of an E4M3 matrix."""
+
+    def shares_amax(self, rows: int, columns: int, numerics: Numerics) -> bool:
+        return True
+
+    def tensors(
+        self, lead: tuple[int, ...], rows: int, columns: int, numerics: Numerics
+    ) -> tuple[TensorSpec, ...]:
+        specs = _Int4.tensors(self, lead, rows, columns, numerics)
+        return (*specs, TensorSpec("weight_scale_2", torch.float32, ()))
+
+    def quantize(
+        self,
+        w: Tensor,
+        amax: Tensor | None,
+        *,
+        numerics: Numerics,
+        scale_dtype: torch.dtype = torch.float32,
+        scale_amax: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        amax = finite(base.amax(w) if amax is None else amax, "a weight")
+        tensors = _Int4.quantize(
+            self, w, None, numerics=numerics, scale_dtype=scale_dtype, scale_amax=scale_amax
+        )
+        tensors["weight_scale_2"] = fp8.scale_from_amax(amax, numerics=numerics)
+        return tensors
+
+    def part(self, tensors: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+        return {**_Int4.part(self, tensors, rows), "weight_scale_2": tensors["weight_scale_2"]}
+
+
 INT8 = _Int8()
 INT4 = _Int4()
+INT4_FOR_FP8 = _Int4ForFp8()

@@ -1,0 +1,101 @@
+"""What an algorithm that chooses scales is. Each has a module of its own beside this one.
+
+An algorithm sees one group of matrices at a time: all that read the same tensor, in one layer. What
+entered them is final, and the layer is in memory. It says, for each matrix, what becomes of it
+before it is quantized.
+
+Shape suffixes: R rows (output channels), K columns (input channels).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from modelopt_lite.calibrate.observe import Site
+from modelopt_lite.calibrate.statistics import Kind, Seen
+from modelopt_lite.formats.base import Numerics
+from modelopt_lite.formats.linear import LinearFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix as an algorithm sees it.
+
+    Attributes:
+        name: The matrix's name in the export; experts of a stack share it.
+        expert: Which expert of a stack, else None.
+        format: Its format.
+        site: Where what it reads is seen; matrices that read the same tensor have one site.
+        seen: What entered there, None where nothing did.
+        amax: [K], the largest magnitude of each channel of its inputs, None where nothing was seen.
+        read: Returns its values [R, K] in the dtype on disk, never to be written.
+    """
+
+    name: str
+    expert: int | None
+    format: LinearFormat
+    site: Site
+    seen: Seen | None
+    amax: Tensor | None
+    read: Callable[[], Tensor]
+
+    @property
+    def role(self) -> str:
+        """The last part of its name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """What tells it from others."""
+        return self.name, self.expert
+
+
+Step = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Choice:
+    """What becomes of a matrix before it is quantized.
+
+    Attributes:
+        pre_quant_scale: [K] in the dtype of the matrix; inputs are multiplied by it. All of a
+            group have the same.
+        steps: Each scales the columns of the matrix and rounds, one after another.
+        input_amax: Largest magnitude of the inputs times ``pre_quant_scale``, a 0-d tensor; None
+            where nothing was seen.
+    """
+
+    pre_quant_scale: Tensor | None = None
+    steps: tuple[Step, ...] = ()
+    input_amax: Tensor | None = None
+
+
+Choices = dict[tuple[str, int | None], Choice]
+
+
+class Algorithm(ABC):
+    """Chooses what becomes of matrices.
+
+    Args:
+        numerics: ``modelopt`` takes the choices of Model Optimizer 0.47.
+
+    Attributes:
+        kinds: The statistics that it needs.
+    """
+
+    kinds: frozenset[Kind] = frozenset()
+
+    def __init__(self, numerics: Numerics) -> None:
+        self.numerics = numerics
+
+    def row_limit(self, site: Site) -> int | None:
+        """Return how many rows to keep at a site, None for all."""
+        return None
+
+    @abstractmethod
+    def choose(self, weights: Sequence[Weight]) -> Choices:
+        """Return what becomes of each of a group of matrices that read the same tensor."""

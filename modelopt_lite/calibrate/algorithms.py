@@ -1,0 +1,23 @@
+"""The algorithms by the names that recipes give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from modelopt_lite.calibrate.algorithm import Algorithm
+from modelopt_lite.calibrate.awq import AWQLite
+from modelopt_lite.calibrate.smoothquant import SmoothQuant
+from modelopt_lite.formats.base import Numerics
+from modelopt_lite.recipes.algorithms import AlgorithmChoice
+
+_MADE: dict[str, Callable[..., Algorithm]] = {
+    "smoothquant": SmoothQuant,
+    "awq_lite": AWQLite,
+}
+
+
+def make_algorithm(choice: AlgorithmChoice, numerics: Numerics) -> Algorithm | None:
+    """Return the algorithm that a recipe asks for, None where largest magnitudes are all."""
+    options: dict[str, Any] = dict(choice.options)
+    return None if choice.method == "max" else _MADE[choice.method](numerics, **options)

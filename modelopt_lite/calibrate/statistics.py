@@ -1,0 +1,125 @@
+"""Statistics of what enters weights, beyond its largest magnitude.
+
+Every sum is taken call by call, in the order in which a site is called: that order is the order of
+the calibration batches, however the model is scheduled, and so the bits are always the same.
+
+Shape suffixes: T rows (tokens), K columns (input channels), B = K / 16 blocks of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from modelopt_lite.calibrate.observe import Site
+from modelopt_lite.errors import CalibrationError
+
+Kind = Literal["channels", "rows"]
+
+
+@dataclass(slots=True)
+class Seen:
+    """What entered one site.
+
+    Attributes:
+        calls: How often it was called with at least one row.
+        count: Rows in all.
+        amax: [K], the largest magnitude of each channel, in the dtype of the inputs.
+        mean: [K], the sum over calls of the channels' mean magnitudes, float32.
+        sum: [K], the sum over rows of the channels' magnitudes, float32.
+        rows: Some of the rows, call by call, each [T, K]; at most ``limit`` in all.
+        stride: Of the rows seen, every ``stride``-th was kept.
+    """
+
+    calls: int = 0
+    count: int = 0
+    amax: Tensor | None = None
+    mean: Tensor | None = None
+    sum: Tensor | None = None
+    rows: list[Tensor] = field(default_factory=list)
+    stride: int = 1
+
+    def add_channels(self, x_TK: Tensor) -> None:
+        """Add to the statistics of channels."""
+        size_TK = x_TK.abs()
+        amax_K, mean_K = size_TK.amax(0), size_TK.mean(0).float()
+        sum_K = size_TK.sum(0, dtype=torch.float32)
+        if self.amax is None or self.mean is None or self.sum is None:
+            self.amax, self.mean, self.sum = amax_K, mean_K, sum_K
+            return
+        self.amax = torch.maximum(self.amax, amax_K)
+        self.mean += mean_K
+        self.sum += sum_K
+
+    def add_rows(self, x_TK: Tensor, limit: int | None) -> None:
+        """Keep some rows; past the limit every other one is dropped, and fewer are taken."""
+        first = -self.count % self.stride
+        self.rows.append(x_TK[first :: self.stride].clone())
+        while limit is not None and sum(map(len, self.rows)) > limit:
+            kept, position = [], 0
+            for part in self.rows:
+                kept.append(part[position % 2 :: 2].clone())
+                position += len(part)
+            self.rows = [part for part in kept if len(part)]
+            self.stride *= 2
+
+
+class Statistics:
+    """Gathers statistics at some sites; a site may be asked for, and let go, at any time.
+
+    Args:
+        kinds: What to gather: "channels" (maxima and means) or "rows" (a sample).
+        sites: Where; None for wherever it is called.
+        limit: Returns the most rows to keep at a site, None for all.
+    """
+
+    def __init__(
+        self,
+        kinds: Iterable[Kind] = (),
+        sites: Iterable[Site] | None = None,
+        limit: Callable[[Site], int | None] = lambda site: None,
+    ) -> None:
+        self._kinds = frozenset(kinds)
+        self._sites = None if sites is None else frozenset(sites)
+        self._limit = limit
+        self._seen: dict[Site, Seen] = {}
+        self._gone: set[Site] = set()
+
+    def visit(self, site: Site, x: Tensor, batched: bool) -> None:
+        """Take one input into account; see `InputWatch`."""
+        if batched:
+            for expert, x_expert in enumerate(x.unbind(0)):
+                self.visit(Site(site.entry, expert), x_expert, False)
+            return
+        if not self._kinds or not x.numel():
+            return
+        if self._sites is not None and site not in self._sites:
+            return
+        if site in self._gone:
+            raise CalibrationError(
+                f"{site.entry!r} is used again after its layer was finished: the layer runs more "
+                "than once, and this algorithm needs all inputs of a layer at one time; use a "
+                "recipe with algorithm: max for this model"
+            )
+        seen = self._seen.setdefault(site, Seen())
+        x_TK = x.detach().reshape(-1, x.shape[-1])
+        if "channels" in self._kinds:
+            seen.add_channels(x_TK)
+        if "rows" in self._kinds:
+            seen.add_rows(x_TK, self._limit(site))
+        seen.calls += 1
+        seen.count += len(x_TK)
+
+    def at(self, site: Site) -> Seen | None:
+        """Return what entered a site, None where nothing did."""
+        return self._seen.get(site)
+
+    def drop(self, sites: Iterable[Site]) -> None:
+        """Forget sites whose layer is finished."""
+        for site in sites:
+            self._seen.pop(site, None)
+            self._gone.add(site)

@@ -1,0 +1,174 @@
+"""Apply what an algorithm chose for the matrices of a layer, before they are quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Weight
+from modelopt_lite.calibrate.observe import Site
+from modelopt_lite.calibrate.statistics import Statistics
+from modelopt_lite.checkpoint.dequant import Source
+from modelopt_lite.formats.linear import FORMATS
+from modelopt_lite.plan import PRE_QUANT_SCALE, Matrix, Plan
+from modelopt_lite.readers import Fold
+
+Values = Callable[[Matrix], Tensor]
+
+
+def sites_of(matrix: Matrix, at: Site) -> list[Site]:
+    """Return where the inputs of a matrix, or of each expert of a stack, are seen."""
+    if matrix.expert is None and len(matrix.shape) == 3:
+        return [Site(at.entry, expert) for expert in range(matrix.shape[0])]
+    return [at]
+
+
+class Treated:
+    """What becomes of the matrices and other tensors of one layer.
+
+    Args:
+        plan: Says what reads the same tensor, and where scales are folded.
+        algorithm: Chooses.
+        matrices: All matrices of the layer.
+        values: Returns a matrix as [R, K], or a stack as on disk.
+        statistics: What entered the matrices.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        algorithm: Algorithm,
+        matrices: Sequence[Matrix],
+        values: Values,
+        statistics: Statistics,
+    ) -> None:
+        self._plan = plan
+        self._choices: Choices = {}
+        self._scales: dict[str, Tensor] = {}
+        groups: dict[str, list[Matrix]] = {}
+        for matrix in matrices:
+            groups.setdefault(matrix.reads, []).append(matrix)
+        peers = _amax_of_experts(matrices, statistics) if plan.numerics == "modelopt" else {}
+        for group, members in groups.items():
+            weights = [w for m in members for w in _weights(m, values, statistics, peers)]
+            choices = algorithm.choose(weights)
+            self._choices.update(choices)
+            scale = choices[weights[0].key].pre_quant_scale
+            if scale is not None:
+                self._scales[group] = scale
+        self._reads = {m.name: m.reads for m in matrices}
+
+    def weight(self, matrix: Matrix, value: Tensor) -> Tensor:
+        """Return a matrix [R, K], or a stack as on disk, as it is quantized."""
+        if value.ndim == 2:
+            return self._applied(matrix.name, None, value)
+        parts = [
+            self._applied(matrix.name, e, part.mT if matrix.input_major else part)
+            for e, part in enumerate(value)
+        ]
+        return torch.stack([part.mT if matrix.input_major else part for part in parts])
+
+    def extras(self, matrix: Matrix) -> dict[str, Tensor]:
+        """Return the tensors that a matrix has besides those of its format, by suffix."""
+        return {PRE_QUANT_SCALE: self._scales[matrix.reads]} if matrix.keeps_scale else {}
+
+    def folded(self, fold: Fold, value: Tensor) -> Tensor:
+        """Return a tensor that takes up a scale."""
+        scale = self._scales[fold.group].to(value.device)
+        if self._plan.numerics == "exact":
+            value, dtype = value.float(), value.dtype
+            scale = scale.float()
+        else:
+            dtype = value.dtype
+        if fold.kind == "divide":
+            return (value / scale).to(dtype)
+        if fold.kind == "multiply_plus_one":
+            return ((value + 1.0) * scale - 1.0).to(dtype)
+        return (value * scale).to(dtype)
+
+    def input_amax(self, matrix: Matrix) -> list[Tensor]:
+        """Return the largest magnitudes of what enters a matrix, of each expert that saw any."""
+        experts = range(matrix.shape[0]) if len(matrix.shape) == 3 else (None,)
+        found = (self._choices[matrix.name, expert].input_amax for expert in experts)
+        return [amax for amax in found if amax is not None]
+
+    def _applied(self, name: str, expert: int | None, value: Tensor) -> Tensor:
+        choice: Choice = self._choices[name, expert]
+        after = self._plan.rows.get(name)
+        rows = self._scales[self._reads[after]].view(-1, 1) if after in self._reads else None
+        if rows is not None and self._plan.numerics == "exact":  # rounded once, with what follows
+            value = value.float() * rows.float()
+        for number, step in enumerate(choice.steps):
+            value = step(value)
+            if rows is not None and number == 0 and self._plan.numerics == "modelopt":
+                value = value * rows
+        return value
+
+
+Peers = Mapping[tuple[str | None, str], Tensor]
+
+
+def _projection(matrix: Matrix) -> tuple[str | None, str]:
+    return matrix.experts, matrix.name.rpartition(".")[2]
+
+
+def _amax_of_experts(matrices: Iterable[Matrix], statistics: Statistics) -> Peers:
+    """Channels' largest magnitudes over all experts of a projection, as the peer joins them."""
+    largest: dict[tuple[str | None, str], Tensor] = {}
+    for matrix in matrices:
+        seen = statistics.at(matrix.seen_at)
+        if matrix.expert is None or seen is None or seen.amax is None:
+            continue
+        before = largest.get(_projection(matrix), seen.amax)
+        largest[_projection(matrix)] = torch.maximum(before, seen.amax)
+    return largest
+
+
+def _weights(
+    matrix: Matrix, values: Values, statistics: Statistics, peers: Peers
+) -> Iterable[Weight]:
+    stack = len(matrix.shape) == 3
+
+    def read(expert: int | None) -> Tensor:
+        if expert is None:
+            return values(matrix)
+        part = values(matrix)[expert]
+        return part.mT if matrix.input_major else part
+
+    for expert, site in enumerate(sites_of(matrix, matrix.seen_at)):
+        seen, number = statistics.at(site), expert if stack else None
+        amax = peers.get(_projection(matrix), seen.amax if seen is not None else None)
+        yield Weight(
+            matrix.name,
+            number,
+            FORMATS[matrix.format],
+            site,
+            seen,
+            amax,
+            partial(read, number),
+        )
+
+
+class ReadThrough(Mapping[str, Tensor]):
+    """A layer's tensors; those of its parts, which left memory, are read from the source again."""
+
+    def __init__(self, inside: Mapping[str, Tensor], source: Source) -> None:
+        self._inside = inside
+        self._source = source
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._inside[name] if name in self._inside else self._source.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inside)
+
+    def __len__(self) -> int:
+        return len(self._inside)
+
+
+def folds_by_tensor(plan: Plan) -> Mapping[str, Fold]:
+    """Return the tensors that take up a scale, by name."""
+    return {fold.tensor: fold for fold in plan.folds}
