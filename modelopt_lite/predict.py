@@ -249,8 +249,21 @@ def _weights(job: Job, store: WeightStore, budget: int | None) -> int:
     named = [by_name[u.name] + by_name.get(u.parent or "-", 0) for u in units if u.name]
     # A unit comes in while the one before it may still be waited for by the writer.
     pairs = max((a + b for a, b in pairwise(named)), default=sum(named))
-    ahead = min(budget - whole, sum(named))
-    return whole + max(pairs, ahead)
+    return whole + max(
+        pairs, _most_in_a_row([by_name[u.name] for u in units if u.name], budget - whole)
+    )
+
+
+def _most_in_a_row(sizes: Sequence[int], budget: int) -> int:
+    """The largest sum of sizes in a row that is within the budget."""
+    most = total = first = 0
+    for size in sizes:
+        total += size
+        while total > max(budget, 0):
+            total -= sizes[first]
+            first += 1
+        most = max(most, total)
+    return most
 
 
 def _streamed(job: Job) -> list[Unit]:
