@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,18 @@ def make_checkpoint(folder: Path, kind: str, *, seed: int = 0, **changes: Any) -
         saved.setdefault(key, value)
     path.write_text(json.dumps(saved, indent=2))
     return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_syncs() -> Iterator[None]:
+    """Spare the disk: a test writes files of a few kilobytes, and no power fails meanwhile.
+
+    Where syncs matter (tests/helpers/killing.py), runs are processes of their own.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "fdatasync"):
+            patch.setattr(os, name, lambda fd: None)
+        yield
 
 
 @pytest.fixture
