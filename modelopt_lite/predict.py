@@ -15,11 +15,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from modelopt_lite.calibrate.algorithms import make_algorithm
 from modelopt_lite.calibrate.data import CalibrationData
+from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.behind import QUEUE_LIMIT
 from modelopt_lite.checkpoint.dequant import DequantizedSource
 from modelopt_lite.checkpoint.shards import ExportLayout
 from modelopt_lite.export.configs import config_texts
+from modelopt_lite.export.treat import sites_of
 from modelopt_lite.job import Job, collector_paused
 from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.stream import expected_order
@@ -152,6 +155,8 @@ def predict(
             "running activations": max(map(shapes.running, batches)),
             "compiled kernels": shapes.kernels,
         }
+        if job.plan.recipe.algorithm.needs_inputs:
+            work["statistics of inputs"] = _statistics(job, sum(map(math.prod, batches)), shapes)
     config, class_name = job.source.config, type(job.model).__name__
     texts = [t for p in job.plans.values() for t in config_texts(config, p, class_name).values()]
     return Prediction(
@@ -179,6 +184,24 @@ def resident_bytes() -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def _statistics(job: Job, tokens: int, shapes: _Shapes) -> int:
+    """Bytes that a search keeps of what enters a layer's matrices, at most."""
+    algorithm = make_algorithm(job.plan.recipe.algorithm, job.plan.numerics)
+    parents = {unit.name: unit.parent or unit.name for unit in job.plan.units}
+    of_layer: dict[str, dict[Site, int]] = {}
+    for m in job.plan.matrices:
+        columns = m.shape[-2] if m.input_major and m.stacked else m.shape[-1]
+        for site in sites_of(m, m.seen_at):
+            limit = algorithm.row_limit(site) if algorithm else None
+            rows = math.ceil(tokens * (1.0 if site.expert is None else shapes.share))
+            kept = min(rows, rows if limit is None else limit)
+            kept *= bool(algorithm and "rows" in algorithm.kinds)
+            # Of each channel the amax, and two sums in float32.
+            size = columns * (shapes.itemsize * (kept + 1) + 8)
+            of_layer.setdefault(parents[m.unit], {})[site] = size
+    return max((sum(sizes.values()) for sizes in of_layer.values()), default=0)
+
+
 class _Shapes:
     """What activations of a model take, from its config and the shapes of its matrices."""
 
@@ -187,12 +210,12 @@ class _Shapes:
         config = model.config
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         embedding = model.get_input_embeddings().weight
-        self._itemsize, self._hidden = int(embedding.dtype.itemsize), int(embedding.shape[1])
+        self.itemsize, self._hidden = int(embedding.dtype.itemsize), int(embedding.shape[1])
         self._experts = int(_first(config, "num_experts", "n_routed_experts", "num_local_experts"))
         chosen = int(_first(config, "num_experts_per_tok", "top_k_experts"))
         self._choices = chosen * self._experts
         # Routing is uneven: the most popular expert sees a few times its share.
-        self._share = 1.0 if all_experts else min(1.0, 4 * chosen / max(self._experts, 1))
+        self.share = 1.0 if all_experts else min(1.0, 4 * chosen / max(self._experts, 1))
         self._eager_heads = 0
         if getattr(config, "_attn_implementation", None) == "eager":
             self._eager_heads = int(getattr(config, "num_attention_heads", 0))
@@ -207,7 +230,7 @@ class _Shapes:
     @property
     def waiting(self) -> int:
         """Bytes a token: what entered the first layer, and what enters the next one."""
-        return 2 * self._hidden * self._itemsize
+        return 2 * self._hidden * self.itemsize
 
     def running(self, batch: Batch) -> int:
         """Bytes of a batch inside a layer, at the widest place.
@@ -217,9 +240,9 @@ class _Shapes:
         """
         count, length = batch
         dense = max(2 * self._hidden + 3 * self._width, 8 * self._hidden)
-        expert = int(self._share * (2 * self._hidden + 4 * self._expert_width))
-        token = self._itemsize * (dense + expert * bool(self._experts)) + 8 * self._choices
-        scores = self._eager_heads * count * length**2 * (self._itemsize + 4)
+        expert = int(self.share * (2 * self._hidden + 4 * self._expert_width))
+        token = self.itemsize * (dense + expert * bool(self._experts)) + 8 * self._choices
+        scores = self._eager_heads * count * length**2 * (self.itemsize + 4)
         return count * length * token + scores
 
     @property
@@ -287,7 +310,7 @@ def _queued(job: Job) -> int:
     for m in job.plan.matrices:
         size = sum(math.prod(part.shape) * part.dtype.itemsize for part in m.parts)
         of_unit[m.unit] = of_unit.get(m.unit, 0) + size
-    return min(QUEUE_LIMIT, max(of_unit.values()))
+    return min(QUEUE_LIMIT, max(of_unit.values(), default=0))
 
 
 def _staging(job: Job) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from modelopt_lite import dry_run, quantize_and_export
 from modelopt_lite.budgets import Budgets, Schedule, make_schedule, read_budgets
+from modelopt_lite.calibrate.observe import Site
+from modelopt_lite.calibrate.statistics import Statistics
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.job import Job, prepare
 from modelopt_lite.offload.hostmemory import host_memory
@@ -68,6 +70,39 @@ def test_bytes_are_foretold_exactly(
 
 
 # --- memory
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [("llama", "nvfp4_awq_lite"), ("llama", "int8_smoothquant"), ("qwen3_moe", "nvfp4_awq_lite")],
+)
+def test_statistics_of_searches(
+    kind: str,
+    recipe: str,
+    checkpoint: MakeCheckpoint,
+    token_batches: list[Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = checkpoint(kind)
+    shapes = [(len(batch), batch.shape[1]) for batch in token_batches]
+    foretold = foretell(job_of(folder, recipe), shapes, budget=0).work["statistics of inputs"]
+    kept, drop = [0], Statistics.drop
+
+    def weigh(self: Statistics, sites: Iterable[Site]) -> None:
+        found = [t for seen in self._seen.values() for t in (seen.amax, seen.mean, seen.sum)]
+        found += [rows for seen in self._seen.values() for rows in seen.rows]
+        kept.append(sum(t.nbytes for t in found if t is not None))
+        drop(self, sites)
+
+    monkeypatch.setattr(Statistics, "drop", weigh)
+    quantize_and_export(
+        folder, export_dir=tmp_path / "out", recipe=recipe, calib_data=token_batches, progress=False
+    )
+    if kind == "llama":
+        assert foretold == max(kept)
+    else:  # how tokens are routed is not foretold
+        assert max(kept) <= foretold <= 4 * max(kept)
 
 
 def test_waiting_activations_grow_with_all_tokens_running_ones_with_a_batch(
