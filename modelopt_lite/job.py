@@ -28,10 +28,10 @@ from modelopt_lite.naming import UnclearNamesError, structure_from_names
 from modelopt_lite.offload.expert_parts import split_experts
 from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.units import Unit
-from modelopt_lite.plan import Plan, make_plan, needs_data
+from modelopt_lite.plan import Plan, make_plan
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.structure import Structure, TensorShape, structure_of
-from modelopt_lite.tensor_units import UNIT_BYTES, stream_tensors
+from modelopt_lite.tensor_units import UNIT_BYTES, needs_data, stream_tensors
 
 
 @contextmanager

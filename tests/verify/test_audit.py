@@ -27,6 +27,7 @@ from damage import (
     with_nan,
 )
 
+from modelopt_lite import quantize_and_export
 from modelopt_lite.verify.audit import audit
 
 CLEAN = sorted(path.parent.name for path in GOLDEN.glob("*/export"))
@@ -37,10 +38,14 @@ NOT_IN_VLLM = ("int8", "int4", "mxfp4", "w4a8", "kv_")
 @pytest.mark.parametrize("case", CLEAN)
 def test_the_peers_exports_are_clean(case: str) -> None:
     findings = audit(GOLDEN / case / "export", source=source_of(case), deep=True)
+    if "@tf457" in case:  # transformers 4 rewrote generation_config.json as it saved the model
+        findings = [f for f in findings if "generation_config.json" not in f.message]
     assert [f for f in findings if f.severity == "error"] == []
     # Dense FP8 siblings keep scales of their own there, and a router's bias is stored wider.
     allowed = {"source-dtype"} | ({"group-scale"} if "-fp8" in case else set())
     allowed |= {"quant-algo"} if case.partition("-")[2].startswith(NOT_IN_VLLM) else set()
+    # Weights hold the scales of their inputs, and norms what was folded into them.
+    allowed |= {"weight-error", "source-bytes", "quant-algo"} if "awq" in case else set()
     assert {f.rule for f in findings} <= allowed
 
 
@@ -181,3 +186,15 @@ def test_a_cache_without_scales_or_with_biases_is_a_warning(tmp_path: Path) -> N
     put("model.layers.0.self_attn.k_proj.k_bias", torch.zeros(1, 2, 1, 32).bfloat16())(folder)
     found = [f for f in audit(folder, source=source_of(KV)) if f.rule == "kv-config"]
     assert [f.severity for f in found] == ["warning", "warning"]
+
+
+def test_weights_that_hold_scales_of_inputs_are_compared_with_a_warning(
+    checkpoint: Callable[..., Path], token_batches: list[torch.Tensor], tmp_path: Path
+) -> None:
+    """The configs of an export whose scales are all folded do not tell; its report does."""
+    source, out = checkpoint("qwen3_moe"), tmp_path / "out"
+    quantize_and_export(
+        source, export_dir=out, recipe="nvfp4_awq_lite", calib_data=token_batches, progress=False
+    )
+    found = audit(out, source=source, deep=True)
+    assert [f.message for f in found if f.severity == "error"] == []
