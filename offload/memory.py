@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _LARGE = 1 << 20
 _TOP = 8 << 20
 _KERNEL_CACHE = "64"
@@ -23,11 +23,13 @@ def bound_caches() -> None:
     the process when they are freed: 100 MB more or less by chance. With the holes filled, blocks of
     a megabyte or more are mapped, and go back to the system at once. Smaller ones at the heap's end
     do when there are eight megabytes of them: the temporaries of one piece of a matrix, taken and
-    freed thousands of times, would else be new pages each time.
+    freed thousands of times, would else be new pages each time. Threads share one heap: each would
+    else have one of its own, with holes of its own, and grow by 1 MB a layer.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNEL_CACHE)
     os.environ.setdefault("LRU_CACHE_CAPACITY", _KERNEL_CACHE)
     if (libc := _glibc()) is not None:
+        libc.mallopt(_M_ARENA_MAX, 1)
         libc.malloc_trim(0)
         _fill_holes(libc)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
