@@ -194,7 +194,10 @@ class Exporter:
         for matrix in matrices:
             if matrix.input_group is None:
                 continue
-            for seen in treated.input_amax(matrix) if treated else self._seen_amax(matrix):
+            scaled = treated is not None and treated.scales_inputs
+            for seen in (
+                treated.input_amax(matrix) if treated and scaled else self._seen_amax(matrix)
+            ):
                 before = amax.get(matrix.input_group)
                 amax[matrix.input_group] = seen if before is None else torch.maximum(before, seen)
         for matrix in matrices:

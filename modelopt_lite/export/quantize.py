@@ -49,8 +49,10 @@ def quantize_matrices(
         fmt = FORMATS[matrix.format]
         weight = matrix_value(matrix, sources)
         extras: dict[str, Tensor] = {}
+        chosen = None
         if treated is not None:
             weight, extras = treated.weight(matrix, weight), treated.extras(matrix)
+            chosen = treated.scale_amax(matrix)
         shared = group_amax[matrix.weight_group]
         stacked_input_major = matrix.input_major and weight.ndim == 3
         tensors = fmt.quantize(
@@ -58,12 +60,17 @@ def quantize_matrices(
             None if shared.ndim else shared,
             numerics=numerics,
             input_major=stacked_input_major,
-            scale_amax=shared if shared.ndim else None,
+            scale_amax=shared if shared.ndim else chosen,
         )
         if verify:
             turned = fmt.turns(stacked_input_major, numerics)
             errors[matrix.name] = measure_error(
-                fmt, weight, tensors, numerics=numerics, turned=turned
+                fmt,
+                weight,
+                tensors,
+                numerics=numerics,
+                turned=turned,
+                chosen=chosen is not None,
             )
         outputs, tensors = matrix.outputs, {**tensors, **extras}
         if tensors.keys() != outputs.keys() - {"input_scale"}:

@@ -70,6 +70,14 @@ class Treated:
         ]
         return torch.stack([part.mT if matrix.input_major else part for part in parts])
 
+    def scale_amax(self, matrix: Matrix) -> Tensor | None:
+        """Return what each scale stands for, where that was chosen; see ``LinearFormat``."""
+        if len(matrix.shape) == 2:
+            return self._choices[matrix.name, None].scale_amax
+        found = [self._choices[matrix.name, expert].scale_amax for expert in range(matrix.shape[0])]
+        chosen = [amax for amax in found if amax is not None]
+        return torch.stack(chosen) if chosen else None
+
     def extras(self, matrix: Matrix) -> dict[str, Tensor]:
         """Return the tensors that a matrix has besides those of its format, by suffix."""
         kept = any(part.suffix == PRE_QUANT_SCALE for part in matrix.parts)
@@ -94,6 +102,11 @@ class Treated:
         experts = range(matrix.shape[0]) if len(matrix.shape) == 3 else (None,)
         found = (self._choices[matrix.name, expert].input_amax for expert in experts)
         return [amax for amax in found if amax is not None]
+
+    @property
+    def scales_inputs(self) -> bool:
+        """Whether inputs are multiplied by scales."""
+        return bool(self._scales)
 
     def _applied(self, name: str, expert: int | None, value: Tensor) -> Tensor:
         choice: Choice = self._choices[name, expert]
@@ -145,6 +158,7 @@ def _weights(
             matrix.name,
             number,
             FORMATS[matrix.format],
+            matrix.weight_group,
             site,
             seen,
             amax,

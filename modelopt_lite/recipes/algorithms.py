@@ -15,13 +15,19 @@ METHODS: dict[str, dict[str, Option]] = {
     "max": {},
     "smoothquant": {"alpha": 1.0},
     "awq_lite": {"alpha_step": 0.1},
+    "mse": {
+        "fp8_scale_sweep": False,
+        "start_multiplier": 0.25,
+        "stop_multiplier": 4.0,
+        "step_size": 0.1,
+    },
 }
 """Method -> its options, with the values that they have where a recipe gives none."""
 
 SMOOTHING = frozenset({"smoothquant", "awq_lite"})
 """Methods that scale the input channels of weights, and inputs by the inverse."""
 
-_DATA_FREE = frozenset({"max"})
+_DATA_FREE = frozenset({"max", "mse"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

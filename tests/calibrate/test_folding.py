@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from modelopt_lite import quantize_and_export
-from modelopt_lite.export import exporter
-from modelopt_lite.export.quantize import matrix_value
+from modelopt_lite.export.quantize import matrix_value, quantize_matrices
 from modelopt_lite.plan import Matrix
 
 MakeCheckpoint = Callable[..., Path]
@@ -50,8 +49,8 @@ def smoothed(
     **options: Any,
 ) -> dict[str, Tensor]:
     """The tensors of an export as they would be if nothing was rounded, by their names on disk."""
-    tensors = load_file(source / "model.safetensors")
-    plain = exporter.quantize_matrices
+    tensors: dict[str, Tensor] = load_file(source / "model.safetensors")
+    plain = quantize_matrices
 
     def spy(matrices: list[Matrix], sources: Any, *args: Any, **kwargs: Any) -> Any:
         for m in matrices:
@@ -66,9 +65,9 @@ def smoothed(
             part.copy_(value.mT if m.input_major and value.ndim == 2 else value)
         return plain(matrices, sources, *args, **kwargs)
 
-    monkeypatch.setattr(exporter, "quantize_matrices", spy)
+    monkeypatch.setattr("modelopt_lite.export.exporter.quantize_matrices", spy)
     quantize_and_export(source, export_dir=out, calib_data=batches, progress=False, **options)
-    written = load_file(out / "model.safetensors")
+    written: dict[str, Tensor] = load_file(out / "model.safetensors")
     matrices = {name for name in written if f"{name}_scale" in written}
     same = written.keys() & tensors.keys() - matrices
     return tensors | {name: written[name] for name in same if written[name].is_floating_point()}

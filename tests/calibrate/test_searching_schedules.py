@@ -12,12 +12,14 @@ import torch
 import transformers
 
 from modelopt_lite import export_hf, quantize, quantize_and_export
+from modelopt_lite.calibrate.observe import Site
+from modelopt_lite.calibrate.statistics import Statistics
 from modelopt_lite.errors import CalibrationError
 from modelopt_lite.job import Job, split_layers
 from modelopt_lite.report import REPORT_FILE
 
 MakeCheckpoint = Callable[..., Path]
-RECIPES = ("nvfp4_awq_lite", "int8_smoothquant")
+RECIPES = ("nvfp4_awq_lite", "int8_smoothquant", "nvfp4_mse")
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -73,7 +75,8 @@ def test_resumed_report(
     checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
 ) -> None:
     """The amax of smoothed inputs survives an interruption."""
-    source, options = checkpoint("mixtral"), {"recipe": "nvfp4_awq_lite", "progress": False}
+    source = checkpoint("mixtral")
+    options: dict[str, Any] = {"recipe": "nvfp4_awq_lite", "progress": False}
     whole = quantize_and_export(
         source, export_dir=tmp_path / "a", calib_data=token_batches, **options
     )
@@ -91,12 +94,7 @@ def test_resumed_report(
     assert resumed.relative_errors == whole.relative_errors
 
 
-def test_a_layer_that_runs_twice_is_refused(
-    checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
-) -> None:
-    from modelopt_lite.calibrate.observe import Site
-    from modelopt_lite.calibrate.statistics import Statistics
-
+def test_a_layer_that_runs_twice_is_refused() -> None:
     statistics = Statistics(["channels"])
     site = Site("layer.weight")
     statistics.visit(site, torch.ones(2, 3), False)
