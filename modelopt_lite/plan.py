@@ -280,7 +280,7 @@ def _find_readers(
     numerics: Numerics,
 ) -> Readers:
     """Find what shares scales of inputs; the peer folds those of AWQ alone, and fewer of them."""
-    awq, exact = recipe.algorithm.method.startswith("awq"), numerics == "exact"
+    awq, exact = recipe.algorithm.method in {"awq_lite", "awq_full"}, numerics == "exact"
     readers = find_readers(
         candidates,
         model,

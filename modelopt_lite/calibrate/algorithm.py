@@ -70,12 +70,14 @@ class Choice:
         input_amax: Largest magnitude of the inputs times ``pre_quant_scale``, a 0-d tensor; None
             where nothing was seen.
         scale_amax: What each scale of the matrix stands for; None for the largest magnitudes.
+        amax: What the scale of the whole stands for; of matrices that share it, the largest counts.
     """
 
     pre_quant_scale: Tensor | None = None
     steps: tuple[Step, ...] = ()
     input_amax: Tensor | None = None
     scale_amax: Tensor | None = None
+    amax: Tensor | None = None
 
 
 Choices = dict[tuple[str, int | None], Choice]

@@ -7,6 +7,7 @@ from typing import Any
 
 from modelopt_lite.calibrate.algorithm import Algorithm
 from modelopt_lite.calibrate.awq import AWQLite
+from modelopt_lite.calibrate.clip import AWQClip, AWQFull
 from modelopt_lite.calibrate.mse import MeanSquaredError
 from modelopt_lite.calibrate.smoothquant import SmoothQuant
 from modelopt_lite.formats.base import Numerics
@@ -15,6 +16,8 @@ from modelopt_lite.recipes.algorithms import AlgorithmChoice
 _MADE: dict[str, Callable[..., Algorithm]] = {
     "smoothquant": SmoothQuant,
     "awq_lite": AWQLite,
+    "awq_clip": AWQClip,
+    "awq_full": AWQFull,
     "mse": MeanSquaredError,
 }
 

@@ -70,7 +70,7 @@ def quantize_matrices(
                 tensors,
                 numerics=numerics,
                 turned=turned,
-                chosen=chosen is not None,
+                chosen=treated is not None and treated.clips(matrix),
             )
         outputs, tensors = matrix.outputs, {**tensors, **extras}
         if tensors.keys() != outputs.keys() - {"input_scale"}:
@@ -125,6 +125,8 @@ def _weight_amax(
             fmt, together = FORMATS[matrix.format], matrix.weight_group != matrix.name
             apart = together and not fmt.shares_amax(tuple(weight.shape), numerics)
             own = fmt.codec.scale_amax(weight) if apart else amax(weight)
+            clipped = treated.amax(matrix)
+            own = own if clipped is None else clipped
         elif matrix.region:
             own = amax(matrix_value(matrix, sources))
         else:

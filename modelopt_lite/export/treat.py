@@ -78,6 +78,17 @@ class Treated:
         chosen = [amax for amax in found if amax is not None]
         return torch.stack(chosen) if chosen else None
 
+    def amax(self, matrix: Matrix) -> Tensor | None:
+        """Return what the scale of the whole stands for, where that was chosen."""
+        experts = range(matrix.shape[0]) if len(matrix.shape) == 3 else (None,)
+        found = [self._choices[matrix.name, expert].amax for expert in experts]
+        chosen = [amax for amax in found if amax is not None]
+        return torch.stack(chosen).max() if chosen else None
+
+    def clips(self, matrix: Matrix) -> bool:
+        """Whether some value may exceed what its scale can hold."""
+        return self.scale_amax(matrix) is not None or self.amax(matrix) is not None
+
     def extras(self, matrix: Matrix) -> dict[str, Tensor]:
         """Return the tensors that a matrix has besides those of its format, by suffix."""
         kept = any(part.suffix == PRE_QUANT_SCALE for part in matrix.parts)

@@ -15,6 +15,8 @@ METHODS: dict[str, dict[str, Option]] = {
     "max": {},
     "smoothquant": {"alpha": 1.0},
     "awq_lite": {"alpha_step": 0.1},
+    "awq_clip": {"min_clip_ratio": 0.5, "shrink_step": 0.05},
+    "awq_full": {"alpha_step": 0.1, "min_clip_ratio": 0.5, "shrink_step": 0.05},
     "mse": {
         "fp8_scale_sweep": False,
         "start_multiplier": 0.25,
@@ -24,7 +26,7 @@ METHODS: dict[str, dict[str, Option]] = {
 }
 """Method -> its options, with the values that they have where a recipe gives none."""
 
-SMOOTHING = frozenset({"smoothquant", "awq_lite"})
+SMOOTHING = frozenset({"smoothquant", "awq_lite", "awq_full"})
 """Methods that scale the input channels of weights, and inputs by the inverse."""
 
 _DATA_FREE = frozenset({"max", "mse"})
