@@ -70,6 +70,7 @@ class Choice:
         input_amax: Largest magnitude of the inputs times ``pre_quant_scale``, a 0-d tensor; None
             where nothing was seen.
         scale_amax: What each scale of the matrix stands for; None for the largest magnitudes.
+        replaces: ``steps`` give other values, not scaled ones.
         amax: What the scale of the whole stands for; of matrices that share it, the largest counts.
     """
 
@@ -78,6 +79,7 @@ class Choice:
     input_amax: Tensor | None = None
     scale_amax: Tensor | None = None
     amax: Tensor | None = None
+    replaces: bool = False
 
 
 Choices = dict[tuple[str, int | None], Choice]
@@ -91,9 +93,11 @@ class Algorithm(ABC):
 
     Attributes:
         kinds: The statistics that it needs.
+        sequential: Layers are calibrated on what the quantized layers before them put out.
     """
 
     kinds: frozenset[Kind] = frozenset()
+    sequential = False
 
     def __init__(self, numerics: Numerics) -> None:
         self.numerics = numerics

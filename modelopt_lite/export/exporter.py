@@ -19,6 +19,7 @@ from modelopt_lite.export.quantize import check_finite, matrix_value, quantize_m
 from modelopt_lite.export.treat import Treated, folds_by_tensor, sites_of
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.linear import FORMATS, ErrorReport
+from modelopt_lite.offload.store import Loaded
 from modelopt_lite.offload.units import Unit
 from modelopt_lite.plan import Copy, Matrix, Plan
 from modelopt_lite.select import Output
@@ -61,6 +62,8 @@ class Exporter:
         _check_groups(plan.matrices, whole)
         self._algorithm = make_algorithm(plan.recipe.algorithm, plan.numerics)
         self._folds = folds_by_tensor(plan)
+        self._last: Treated | None = None
+        self._last_sources: Mapping[str, Tensor] = {}
         self._names: list[str] = []
         self.errors: dict[str, ErrorReport] = {}
         self.input_amax: dict[str, Tensor] = {}
@@ -87,6 +90,8 @@ class Exporter:
                 matrices = matrices + self._matrices.get(part, [])
             sources = _ReadThrough(sources, self._source)
             treated = self._treat(self._algorithm, matrices, sources)
+            if self._algorithm.sequential:
+                self._last, self._last_sources = treated, sources
         self.errors.update(
             quantize_matrices(
                 matrices,
@@ -117,6 +122,32 @@ class Exporter:
         )
         statistics.drop(site for m in matrices for site in sites_of(m, m.seen_at))
         return treated
+
+    @property
+    def sequential(self) -> bool:
+        """Whether layers shall be calibrated on what quantized layers put out."""
+        return self._algorithm is not None and self._algorithm.sequential
+
+    def replace(self, loaded: Loaded) -> None:
+        """Put what the last exported layer has become into a unit of it that is in memory."""
+        assert self._last is not None
+        names, experts = self._plan.names, loaded.unit.experts
+        for matrix in self._matrices.get(loaded.unit.name, []):
+            place = names.place(matrix.source)
+            assert place is not None  # as the plan has it
+            entry, region = place
+            target = loaded.buffers[names.resolve(entry)]
+            if loaded.unit.is_stacked and experts is not None and isinstance(region[0], int):
+                region = (region[0] - experts.start, *region[1:])
+            target = target[region] if region else target
+            target = target[matrix.region] if matrix.region else target
+            value = self._last.weight(matrix, matrix_value(matrix, self._last_sources))
+            turned = matrix.input_major and value.ndim == 2
+            target.copy_(value.mT if turned else value)
+
+    def forget(self) -> None:
+        """Let go of the last exported layer."""
+        self._last, self._last_sources = None, {}
 
     def sees_inputs(self, unit: Unit) -> bool:
         """Whether what the unit becomes depends on what enters it."""

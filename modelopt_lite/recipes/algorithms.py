@@ -17,6 +17,8 @@ METHODS: dict[str, dict[str, Option]] = {
     "awq_lite": {"alpha_step": 0.1},
     "awq_clip": {"min_clip_ratio": 0.5, "shrink_step": 0.05},
     "awq_full": {"alpha_step": 0.1, "min_clip_ratio": 0.5, "shrink_step": 0.05},
+    "gptq": {"perc_damp": 0.01, "block_size": 128},
+    "local_hessian": {},
     "mse": {
         "fp8_scale_sweep": False,
         "start_multiplier": 0.25,

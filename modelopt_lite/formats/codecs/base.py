@@ -33,6 +33,7 @@ class Codec(ABC):
         stacks_as_stored: Under ``numerics="modelopt"`` blocks run along the last axis of a stack as
             it lies on disk, whichever axis that is.
         takes_scale_amax: What its scales stand for can be chosen.
+        reach: Largest value of code times block scale, where there are two scales.
         sweeps: Its block scales are E4M3 numbers that can all be tried.
     """
 
@@ -45,6 +46,7 @@ class Codec(ABC):
     stacks_as_stored: bool = False
     takes_scale_amax: bool = False
     sweeps: bool = False
+    reach: float = 1.0
 
     @property
     def scale_limit(self) -> float:
