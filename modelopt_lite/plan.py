@@ -6,7 +6,7 @@ and dtype, which scales are shared, in which units the model streams. The run ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 
 from modelopt_lite.cache_scales import KVCacheScale, find_caches
 from modelopt_lite.calibrate.observe import Site
+from modelopt_lite.calibrate.svdquant import LORA_A, LORA_B
 from modelopt_lite.checkpoint.names import NameMap, Region, map_names, natural_key
 from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.formats.base import Numerics, TensorSpec
@@ -36,6 +37,7 @@ from modelopt_lite.select import (
 )
 
 PRE_QUANT_SCALE = "pre_quant_scale"
+PEER_PREFIX = "weight_quantizer._"  # what Model Optimizer writes before the names of SVD factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,9 @@ def make_plan(
     unit_of = {entry: unit.name for unit in units for entry in unit.entries}
     readers = _find_readers(candidates, model, names, tensors, spec, recipe, numerics)
     peer = numerics == "modelopt" and recipe.algorithm.smooths
-    matrices = _matrices(candidates, names, unit_of, numerics, ptq, readers, tensors, peer)
+    rank = int(recipe.algorithm.options.get("lowrank", 0))
+    factors = _factors(rank, numerics) if rank else None
+    matrices = _matrices(candidates, names, unit_of, numerics, ptq, readers, tensors, peer, factors)
     plan = Plan(
         recipe=recipe,
         numerics=numerics,
@@ -281,6 +285,8 @@ def _find_readers(
 ) -> Readers:
     """Find what shares scales of inputs; the peer folds those of AWQ alone, and fewer of them."""
     awq, exact = recipe.algorithm.method in {"awq_lite", "awq_full"}, numerics == "exact"
+    # Factors belong to the inputs that they were found for.
+    smooths = recipe.algorithm.smooths and recipe.algorithm.method != "svdquant"
     readers = find_readers(
         candidates,
         model,
@@ -288,8 +294,8 @@ def _find_readers(
         tensors,
         spec,
         numerics=numerics,
-        folds=recipe.algorithm.smooths and (exact or awq),
-        folds_rows=recipe.algorithm.smooths and (exact or (awq and recipe.weights == "nvfp4")),
+        folds=smooths and (exact or awq),
+        folds_rows=smooths and (exact or (awq and recipe.weights == "nvfp4")),
     )
     if not recipe.algorithm.smooths:
         readers.kept.clear()
@@ -305,6 +311,7 @@ def _matrices(
     readers: Readers,
     tensors: Mapping[str, TensorShape],
     peer: bool,
+    factors: Factors | None,
 ) -> list[Matrix]:
     """Settle each matrix.
 
@@ -320,8 +327,9 @@ def _matrices(
         specs = fmt.tensors(shape, stacked_input_major=input_major, numerics=numerics)
         if kept is None:
             return specs
-        width = shape[-2] if input_major else shape[-1]
-        return (*specs, TensorSpec(PRE_QUANT_SCALE, kept, (width,)))
+        *lead, rows, width = (*shape[:-2], shape[-1], shape[-2]) if input_major else shape
+        specs = (*specs, TensorSpec(PRE_QUANT_SCALE, kept, (width,)))
+        return specs if factors is None else (*specs, *factors(tuple(lead), rows, width, kept))
 
     matrices = []
     first: dict[tuple[str, int | None], Site] = {}
@@ -365,6 +373,24 @@ def _matrices(
             )
         )
     return matrices
+
+
+Factors = Callable[[tuple[int, ...], int, int, torch.dtype], tuple[TensorSpec, ...]]
+
+
+def _factors(rank: int, numerics: Numerics) -> Factors:
+    """Return what says which low-rank factors a matrix has: ``a`` [rank, K] and ``b`` [R, rank]."""
+    prefix = PEER_PREFIX if numerics == "modelopt" else ""
+
+    def specs(
+        lead: tuple[int, ...], rows: int, width: int, dtype: torch.dtype
+    ) -> tuple[TensorSpec, ...]:
+        return (
+            TensorSpec(f"{prefix}{LORA_A}", dtype, (*lead, rank, width)),
+            TensorSpec(f"{prefix}{LORA_B}", dtype, (*lead, rows, rank)),
+        )
+
+    return specs
 
 
 def _widened(ptq: PTQSpec, numerics: Numerics) -> frozenset[str]:

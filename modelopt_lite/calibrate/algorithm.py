@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -70,6 +70,8 @@ class Choice:
         input_amax: Largest magnitude of the inputs times ``pre_quant_scale``, a 0-d tensor; None
             where nothing was seen.
         scale_amax: What each scale of the matrix stands for; None for the largest magnitudes.
+        own_scale: [K], what the matrix alone would be scaled by, where that differs.
+        extras: Further tensors of the matrix in the export, by suffix.
         replaces: ``steps`` give other values, not scaled ones.
         amax: What the scale of the whole stands for; of matrices that share it, the largest counts.
     """
@@ -79,6 +81,8 @@ class Choice:
     input_amax: Tensor | None = None
     scale_amax: Tensor | None = None
     amax: Tensor | None = None
+    own_scale: Tensor | None = None
+    extras: dict[str, Tensor] = field(default_factory=dict)
     replaces: bool = False
 
 

@@ -12,6 +12,7 @@ from modelopt_lite.calibrate.gptq import GPTQ
 from modelopt_lite.calibrate.local_hessian import LocalHessian
 from modelopt_lite.calibrate.mse import MeanSquaredError
 from modelopt_lite.calibrate.smoothquant import SmoothQuant
+from modelopt_lite.calibrate.svdquant import SVDQuant
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.recipes.algorithms import AlgorithmChoice
 
@@ -23,6 +24,7 @@ _MADE: dict[str, Callable[..., Algorithm]] = {
     "gptq": GPTQ,
     "local_hessian": LocalHessian,
     "mse": MeanSquaredError,
+    "svdquant": SVDQuant,
 }
 
 

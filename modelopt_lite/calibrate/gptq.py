@@ -106,14 +106,13 @@ def round_columns_(w_RK: Tensor, inverse_KK: Tensor, rounded: RoundColumn, colum
     """
     for start in range(0, w_RK.shape[1], columns):
         stop = min(start + columns, w_RK.shape[1])
-        # Transposed: a column then is a row, and its values lie side by side.
-        part_CR = w_RK[:, start:stop].T.contiguous()
-        errors_CR = torch.zeros_like(part_CR)
+        part_RC = w_RK[:, start:stop].clone()
+        errors_RC = torch.zeros_like(part_RC)
         factor_CC = inverse_KK[start:stop, start:stop]
         for i in range(stop - start):
-            before_R = part_CR[i].clone()
-            part_CR[i] = rounded(before_R, start + i)
-            errors_CR[i] = (before_R - part_CR[i]) / factor_CC[i, i]
-            part_CR[i + 1 :].addr_(factor_CC[i, i + 1 :], errors_CR[i], alpha=-1)
-        w_RK[:, start:stop] = part_CR.T
-        w_RK[:, stop:].addmm_(errors_CR.T.contiguous(), inverse_KK[start:stop, stop:], alpha=-1)
+            before_R = part_RC[:, i]
+            made_R = rounded(before_R.contiguous(), start + i)
+            error_R = (before_R - made_R) / factor_CC[i, i]
+            w_RK[:, start + i], errors_RC[:, i] = made_R, error_R
+            part_RC[:, i:].addr_(error_R, factor_CC[i, i:], alpha=-1)
+        w_RK[:, stop:].addmm_(errors_RC, inverse_KK[start:stop, stop:], alpha=-1)

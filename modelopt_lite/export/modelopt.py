@@ -23,7 +23,7 @@ _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 # Algorithms whose group size the peer leaves out.
 _PEER_SILENT = {"fp8_pb_wo", "mxfp4"}
 # The only single formats that the peer describes in numbers, too; others are known by name alone.
-_PEER_GROUPS = {"FP8", "NVFP4", "W4A16_NVFP4"}
+_PEER_GROUPS = {"FP8", "NVFP4", "W4A16_NVFP4", "NVFP4_SVD"}
 
 
 def quant_config(plan: Plan) -> dict[str, Any]:
@@ -80,6 +80,8 @@ def _layer(fmt: LinearFormat, plan: Plan) -> dict[str, Any]:
             plan.keeps_scales or plan.numerics == "modelopt"
         )
         layer |= {"has_zero_point": False, "pre_quant_scale": smooth}
+    if "SVD" in layer["quant_algo"] and plan.numerics == "exact":
+        layer["lora_rank"] = plan.recipe.algorithm.options["lowrank"]
     return layer
 
 
@@ -87,6 +89,8 @@ def algo_name(fmt: LinearFormat, plan: Plan) -> str:
     """Return what configs call a format; another name says that inputs have scales of their own."""
     if fmt.name != "nvfp4" or not plan.recipe.algorithm.smooths:
         return fmt.quant_algo
+    if plan.recipe.algorithm.method == "svdquant":
+        return "NVFP4_SVD"
     return "NVFP4_AWQ" if plan.keeps_scales or plan.numerics == "modelopt" else fmt.quant_algo
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Weight
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.calibrate.statistics import Statistics
+from modelopt_lite.calibrate.svdquant import LORA_A, LORA_B
 from modelopt_lite.formats.linear import FORMATS
-from modelopt_lite.plan import PRE_QUANT_SCALE, Matrix, Plan
+from modelopt_lite.plan import PEER_PREFIX, PRE_QUANT_SCALE, Matrix, Plan
 from modelopt_lite.readers import Fold
 
 Values = Callable[[Matrix], Tensor]
@@ -72,16 +73,15 @@ class Treated:
 
     def scale_amax(self, matrix: Matrix) -> Tensor | None:
         """Return what each scale stands for, where that was chosen; see ``LinearFormat``."""
-        if len(matrix.shape) == 2:
-            return self._choices[matrix.name, None].scale_amax
-        found = [self._choices[matrix.name, expert].scale_amax for expert in range(matrix.shape[0])]
+        found = [self._choices[key].scale_amax for key in self._keys(matrix)]
         chosen = [amax for amax in found if amax is not None]
-        return torch.stack(chosen) if chosen else None
+        if not chosen:
+            return None
+        return chosen[0] if len(matrix.shape) == 2 else torch.stack(chosen)
 
     def amax(self, matrix: Matrix) -> Tensor | None:
         """Return what the scale of the whole stands for, where that was chosen."""
-        experts = range(matrix.shape[0]) if len(matrix.shape) == 3 else (None,)
-        found = [self._choices[matrix.name, expert].amax for expert in experts]
+        found = [self._choices[key].amax for key in self._keys(matrix)]
         chosen = [amax for amax in found if amax is not None]
         return torch.stack(chosen).max() if chosen else None
 
@@ -91,8 +91,20 @@ class Treated:
 
     def extras(self, matrix: Matrix) -> dict[str, Tensor]:
         """Return the tensors that a matrix has besides those of its format, by suffix."""
-        kept = any(part.suffix == PRE_QUANT_SCALE for part in matrix.parts)
-        return {PRE_QUANT_SCALE: self._scales[matrix.reads]} if kept else {}
+        extras: dict[str, Tensor] = {}
+        for part in matrix.parts:
+            suffix = part.suffix.removeprefix(PEER_PREFIX)
+            if part.suffix == PRE_QUANT_SCALE:
+                extras[part.suffix] = self._scales[matrix.reads]
+            elif suffix in (LORA_A, LORA_B):
+                found = [self._choices[key].extras[suffix] for key in self._keys(matrix)]
+                extras[part.suffix] = found[0] if len(matrix.shape) == 2 else torch.stack(found)
+        return extras
+
+    def _keys(self, matrix: Matrix) -> list[tuple[str, int | None]]:
+        if len(matrix.shape) == 2:
+            return [(matrix.name, None)]
+        return [(matrix.name, expert) for expert in range(matrix.shape[0])]
 
     def folded(self, fold: Fold, value: Tensor) -> Tensor:
         """Return a tensor that takes up a scale."""
@@ -110,8 +122,7 @@ class Treated:
 
     def input_amax(self, matrix: Matrix) -> list[Tensor]:
         """Return the largest magnitudes of what enters a matrix, of each expert that saw any."""
-        experts = range(matrix.shape[0]) if len(matrix.shape) == 3 else (None,)
-        found = (self._choices[matrix.name, expert].input_amax for expert in experts)
+        found = (self._choices[key].input_amax for key in self._keys(matrix))
         return [amax for amax in found if amax is not None]
 
     @property

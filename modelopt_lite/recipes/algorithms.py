@@ -19,6 +19,7 @@ METHODS: dict[str, dict[str, Option]] = {
     "awq_full": {"alpha_step": 0.1, "min_clip_ratio": 0.5, "shrink_step": 0.05},
     "gptq": {"perc_damp": 0.01, "block_size": 128},
     "local_hessian": {},
+    "svdquant": {"lowrank": 32, "alpha_step": 0.1},
     "mse": {
         "fp8_scale_sweep": False,
         "start_multiplier": 0.25,
@@ -28,7 +29,7 @@ METHODS: dict[str, dict[str, Option]] = {
 }
 """Method -> its options, with the values that they have where a recipe gives none."""
 
-SMOOTHING = frozenset({"smoothquant", "awq_lite", "awq_full"})
+SMOOTHING = frozenset({"smoothquant", "awq_lite", "awq_full", "svdquant"})
 """Methods that scale the input channels of weights, and inputs by the inverse."""
 
 _DATA_FREE = frozenset({"max", "mse"})

@@ -21,8 +21,9 @@ from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec, pt
 
 PACKED_DTYPES = frozenset({torch.float8_e4m3fn, torch.uint8, torch.int8})
 _SCALE = re.compile(
-    r"(?P<module>.+)(?P<joint>[._])"
-    r"(?P<suffix>weight_scale_2|weight_scale|input_scale|pre_quant_scale)"
+    r"(?P<module>.+?)(?P<joint>[._])"
+    r"(?P<suffix>weight_scale_2|weight_scale|input_scale|pre_quant_scale"
+    r"|(weight_quantizer\._)?svdquant_lora_[ab])"
 )
 _KV_SCALE = re.compile(r"(?P<module>.+)\.(?P<which>[kv])_scale")
 _KV_BIAS = re.compile(r".+\.[kv]_proj\.[kv]_bias")
