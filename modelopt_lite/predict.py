@@ -287,7 +287,7 @@ def _queued(job: Job) -> int:
     for m in job.plan.matrices:
         size = sum(math.prod(part.shape) * part.dtype.itemsize for part in m.parts)
         of_unit[m.unit] = of_unit.get(m.unit, 0) + size
-    return min(QUEUE_LIMIT, max(of_unit.values()))
+    return min(QUEUE_LIMIT, max(of_unit.values(), default=0))
 
 
 def _staging(job: Job) -> int:
