@@ -226,7 +226,10 @@ def answers() -> str:
         for dialect, kind in DIALECTS.items():
             recipe = load_recipe(preset)
             fmts = [FORMATS[name] for name in recipe.formats]
-            problems = [p for f in fmts if (p := kind(torch.bfloat16).problem(f, (256, 256)))]
+            held = kind(torch.bfloat16)
+            problems = [p for f in fmts if (p := held.problem(f, (256, 256)))]
+            if recipe.algorithm.rank and (problem := held.factors_problem()):
+                problems.append(problem)
             if problems:
                 cells = [cell(Verdict("refused", f"by this package: {problems[0]}"))] * len(ENGINES)
             else:
@@ -254,9 +257,10 @@ Made by `nox -s clients`; do not edit.
 What vLLM 0.32.0, SGLang 0.5.23, TensorRT-LLM and transformers 5.14.1 do with the linear layers of
 an export. "?" means that no source of theirs was found to say so and nothing was run. Presets
 that search scales of input channels (AWQ, SmoothQuant) leave a `pre_quant_scale` where no norm or
-linear takes it up. What engines do with one was not examined, so none counts as loading them; the
-compressed-tensors dialect refuses it when a run is planned. `quantize` notes where no engine is
-known to load a format in the chosen dialect.
+linear takes it up, and SVDQuant leaves one and two factors beside each matrix. What engines do with
+them was not examined, so none counts as loading them; the compressed-tensors dialect refuses them
+when a run is planned. `quantize` notes where no engine is known to load a format in the chosen
+dialect.
 
 {answers()}
 

@@ -21,7 +21,7 @@ from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.checkpoint.writer import parse_size
 from modelopt_lite.checkpoint.writers import ExportWriter
 from modelopt_lite.dialects.known import dialect_names
-from modelopt_lite.errors import CalibrationError
+from modelopt_lite.errors import CalibrationError, RecipeError
 from modelopt_lite.export.exporter import Exporter
 from modelopt_lite.export.quantize import check_finite
 from modelopt_lite.formats.base import Numerics
@@ -77,6 +77,11 @@ def quantize(
     chosen = load_recipe(recipe, kv_cache=kv_cache)
     algorithm = make_algorithm(chosen.algorithm, numerics)
     evidence = Evidence(cache=cache_stats(chosen, numerics))
+    if algorithm is not None and algorithm.sequential:
+        raise RecipeError(
+            f"{chosen.algorithm.method} calibrates each layer on what the quantized ones before it "
+            "put out, which a loop over the whole model cannot; use quantize_and_export"
+        )
     if algorithm is not None:
         evidence.statistics = Statistics(algorithm.kinds, None, algorithm.row_limit)
     if forward_loop is not None:

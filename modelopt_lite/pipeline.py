@@ -61,18 +61,18 @@ def run_calibrated(
     watched = {m.entry for m in plan.matrices if searches or m.input_group is not None}
     with ExitStack() as stack:
         skipped = stack.enter_context(without_head(model, plan))
+        units = [unit for unit in plan.units if unit.name not in skipped]
+        walk = _Walk(model, exporter, sink, log, watch, watched, _counted(progress, len(units)))
         if plan.kv_cache:
-            stack.enter_context(watch_attention(model, evidence.cache.visit))
+            stack.enter_context(watch_attention(model, walk.visit_cache))
         if all_experts:
             stack.enter_context(calibrate_all_experts(model, job.model_type, watch))
         stack.enter_context(torch.inference_mode())
-        units = [unit for unit in plan.units if unit.name not in skipped]
 
         def forward(batch: Tensor) -> None:
             with streamed.rows, watch, model_code(model):
                 model(input_ids=batch, use_cache=False)
 
-        walk = _Walk(model, exporter, sink, log, watch, watched, _counted(progress, len(units)))
         streamed = stack.enter_context(
             StreamedModel(
                 model,
@@ -82,6 +82,7 @@ def run_calibrated(
                 entered=walk.entered,
                 leaving=walk.leaving,
                 finished=log.finished_layers,
+                again=walk.again if exporter.sequential else None,
             )
         )
         passes = [partial(forward, batch) for batch in batches]
@@ -116,11 +117,15 @@ class _Walk:
         self._watched = watched
         self._progress = progress
         self._amax: dict[str, dict[str, Tensor]] = {}
+        self._written: dict[str, list[str]] = {}  # layers that passes run through again
         self._of_parts: dict[str, list[str]] = {}
 
     def entered(self, loaded: Loaded) -> None:
         # Here, where a bad value can be named: products would spread it.
         self._amax[loaded.unit.name] = check_finite(loaded.sources)
+        if loaded.unit.parent in self._written:  # experts of a layer that is quantized already
+            self._exporter.replace(loaded)
+            return
         entries = self._model.state_dict(keep_vars=True) if not loaded.unit.name else None
         self._watch.watch(
             {
@@ -130,11 +135,30 @@ class _Walk:
             }
         )
 
+    def visit_cache(self, module: str, key: Tensor, value: Tensor) -> None:
+        """Take note of keys and values, once."""
+        if not self._written:
+            self._exporter.evidence.cache.visit(module, key, value)
+
+    def again(self, loaded: Loaded) -> None:
+        """Quantize a layer, so that passes run through what it has become."""
+        unit = loaded.unit
+        self._written[unit.name] = self._exporter.export(
+            unit, loaded.sources, self._amax[unit.name]
+        )
+        self._watch.pause(self._watched)
+        self._exporter.replace(loaded)
+
     def leaving(self, loaded: Loaded, give_back: Callable[[], None]) -> None:
         unit = loaded.unit
         amax = self._amax.pop(unit.name)
         if unit.is_layer or self._exporter.sees_inputs(unit) or not self._log.is_finished(unit):
-            written = self._exporter.export(unit, loaded.sources, amax)
+            if unit.name in self._written:
+                self._watch.resume(self._watched)
+                written = self._written.pop(unit.name)
+                self._exporter.forget()
+            else:
+                written = self._exporter.export(unit, loaded.sources, amax)
             if unit.parent is not None:
                 self._of_parts.setdefault(unit.parent, []).extend(written)
             else:

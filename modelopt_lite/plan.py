@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 import torch
 
@@ -24,6 +23,7 @@ from modelopt_lite.formats.linear import FORMATS, LinearFormat, get_format
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ModelSpec, PTQSpec, ptq_facts
 from modelopt_lite.offload.units import Unit
+from modelopt_lite.parts import PRE_QUANT_SCALE, factor_of, matrix_parts
 from modelopt_lite.readers import Fold, Readers, find_readers, fused_group, input_group
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import (
@@ -34,8 +34,6 @@ from modelopt_lite.select import (
     find_candidates,
 )
 from modelopt_lite.structure import Structure, TensorShape
-
-PRE_QUANT_SCALE = "pre_quant_scale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +83,11 @@ class Matrix:
     def keeps_scale(self) -> bool:
         """Whether the export has the scale of the channels of its inputs."""
         return any(part.suffix == PRE_QUANT_SCALE for part in self.parts)
+
+    @property
+    def keeps_factors(self) -> bool:
+        """Whether the export has low-rank factors beside it."""
+        return any(factor_of(part.suffix) for part in self.parts)
 
     @property
     def outputs(self) -> dict[str, Output]:
@@ -215,8 +218,7 @@ def make_plan(
         )
     unit_of = {entry: unit.name for unit in structure.units for entry in unit.entries}
     readers = find_readers(candidates, structure, tensors, spec, recipe, numerics)
-    peer = numerics == "modelopt" and recipe.algorithm.smooths
-    matrices = _matrices(candidates, names, unit_of, numerics, ptq, readers, tensors, peer)
+    matrices = _matrices(candidates, names, unit_of, numerics, ptq, readers, tensors, recipe)
     plan = Plan(
         recipe=recipe,
         numerics=numerics,
@@ -290,25 +292,13 @@ def _matrices(
     ptq: PTQSpec,
     readers: Readers,
     tensors: Mapping[str, TensorShape],
-    peer: bool,
+    recipe: Recipe,
 ) -> list[Matrix]:
-    """Settle each matrix.
-
-    ``peer`` says that Model Optimizer's smoothing is followed: each expert's inputs have a scale of
-    their own, and its gate and up projections share all scales of weights.
-    """
-
-    @cache  # most matrices of a model are alike, and then share one tuple
-    def parts(
-        name: str, shape: tuple[int, ...], input_major: bool, kept: torch.dtype | None
-    ) -> tuple[TensorSpec, ...]:
-        fmt = FORMATS[name]
-        specs = fmt.tensors(shape, stacked_input_major=input_major, numerics=numerics)
-        if kept is None:
-            return specs
-        width = shape[-2] if input_major else shape[-1]
-        return (*specs, TensorSpec(PRE_QUANT_SCALE, kept, (width,)))
-
+    """Settle each matrix."""
+    # Model Optimizer's smoothing gives each expert's inputs a scale of their own, and its gate and
+    # up projections share all scales of weights.
+    peer = numerics == "modelopt" and recipe.algorithm.smooths
+    rank = recipe.algorithm.rank
     matrices = []
     first: dict[tuple[str, int | None], Site] = {}
     for c in candidates:
@@ -330,6 +320,7 @@ def _matrices(
         shares = fmt.shares_amax(c.shape, numerics) or (peer and c.expert is not None)
         reads = input_group(c, fused)
         kept = tensors[c.source].dtype if c.name in readers.kept else None
+        turned = c.stacked and c.input_major
         matrices.append(
             Matrix(
                 name=c.name,
@@ -338,7 +329,7 @@ def _matrices(
                 shape=c.shape,
                 input_major=c.input_major,
                 format=fmt.name,
-                parts=parts(fmt.name, c.shape, c.stacked and c.input_major, kept),
+                parts=matrix_parts(fmt.name, c.shape, turned, numerics, kept, rank),
                 stacked=c.stacked,
                 weight_group=fused if fused and shares and not apart else c.name,
                 input_group=((fused or c.name) if peer else reads) if fmt.static_input else None,

@@ -88,7 +88,8 @@ def find_readers(
 ) -> Readers:
     """Find which matrices share a scale, and where it goes.
 
-    Scales go into norms, and into the linear before where the spec allows it.
+    Scales go into norms, and into the linear before where the spec allows it; those of SVDQuant
+    stay beside their matrices.
 
     Args:
         candidates: All matrices; those with a ``skip`` are not scaled.
@@ -108,7 +109,9 @@ def find_readers(
     model, names = structure.model, structure.names
     assert model is not None, "scales that inputs determine need a model"
     readers.kept = {c.name for c in taken}
-    folds = numerics == "exact" or recipe.algorithm.method.startswith("awq")
+    method = recipe.algorithm.method
+    folds = numerics == "exact" or method.startswith("awq")
+    folds = folds and method != "svdquant"  # factors belong to the inputs that they were found for
     folds_rows = folds and (numerics == "exact" or recipe.weights == "nvfp4")
     if folds_rows and spec is not None and spec.export_spec is not None:
         _fold_rows(readers, taken, model, names, tensors, spec.export_spec)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +21,7 @@ from modelopt_lite.offload.store import Loaded, WeightStore
 from modelopt_lite.offload.units import Unit, output_head, text_model
 from modelopt_lite.offload.waiting import Waiting
 
+_AGAIN = "#again"
 Entered = Callable[[Loaded], None]
 Leaving = Callable[[Loaded, Callable[[], None]], None]
 
@@ -39,6 +40,8 @@ class StreamedModel:
             memory back: to be called, from any thread, when nothing reads the unit any more.
         finished: Layers that passes are not expected to run any more.
         resident: Units that stay in the model for the whole run.
+        again: Called with a layer that all passes have run through; they then run through it once
+            more, with the same inputs, and go on with what it returns then. None: they run once.
 
     Attributes:
         rows: A context that passes run in, outside of any other that looks at torch's functions.
@@ -55,6 +58,7 @@ class StreamedModel:
         leaving: Leaving,
         finished: Container[str] = (),
         resident: Container[str] = (),
+        again: Entered | None = None,
     ) -> None:
         self._model = model
         self._store = store
@@ -65,6 +69,7 @@ class StreamedModel:
         self._units = {unit.name: unit for unit in units}
         self._entered = entered
         self._leaving = leaving
+        self._again = again
         self._inside: dict[str, Loaded] = {}
         self._lockstep: Lockstep | None = None
         self._parts = [unit for unit in units if unit.parent is not None]
@@ -112,6 +117,9 @@ class StreamedModel:
         for part in self._parts:
             parts.setdefault(str(part.parent), []).append(part.name)
         layers = {name: modules[name] for name in named if self._units[name].is_layer}
+        if self._again is not None:
+            for name in layers:  # behind all parts: a pass comes to it when the layer returns
+                parts.setdefault(name, []).append(f"{name}{_AGAIN}")
         for name in self._kept:
             self._enter(name)
 
@@ -129,6 +137,8 @@ class StreamedModel:
         )
         with ExitStack() as stack:
             stack.enter_context(self._asking_experts())
+            if self._again is not None:  # inside of what replay puts around a layer
+                stack.enter_context(self._running_twice(layers))
             if replay is not None:
                 stack.enter_context(replay.around(layers, lambda: lockstep.current, returned))
             results = lockstep.run(passes)
@@ -171,7 +181,36 @@ class StreamedModel:
             for handle in hooks:
                 handle.remove()
 
+    @contextmanager
+    def _running_twice(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Have layers run twice, their arguments held by the suspended pass."""
+
+        def twice(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(forward)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                forward(*args, **kwargs)
+                self._want(f"{name}{_AGAIN}")
+                return forward(*args, **kwargs)
+
+            return run
+
+        before: dict[str, Any] = {n: module.__dict__.get("forward") for n, module in layers.items()}
+        for name, module in layers.items():
+            module.forward = twice(name, module.forward)
+        try:
+            yield
+        finally:
+            for name, module in layers.items():
+                if before[name] is None:
+                    del module.forward
+                else:
+                    module.forward = before[name]
+
     def _enter(self, name: str) -> None:
+        if name.endswith(_AGAIN):
+            assert self._again is not None
+            self._again(self._inside[name.removesuffix(_AGAIN)])
+            return
         loaded = self._inside[name] = self._prefetcher.take(self._units[name])
         if loaded.unit.is_stacked:
             self.rows.attach(loaded)
@@ -180,6 +219,8 @@ class StreamedModel:
         self._entered(loaded)
 
     def _leave(self, name: str) -> None:
+        if name.endswith(_AGAIN):
+            return
         loaded = self._inside.pop(name)
         self._leaving(loaded, partial(self._prefetcher.done, loaded))
         if loaded.unit.is_stacked:

@@ -32,7 +32,7 @@ LAYERS = (
     ("export", "verify"),
     ("tensor_units",),
     ("plan",),
-    ("cache_scales", "readers"),
+    ("cache_scales", "parts", "readers"),
     ("select", "build"),
     ("naming",),
     ("structure",),

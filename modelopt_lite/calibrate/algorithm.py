@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ class Weight:
         name: The matrix's name in the export; experts of a stack share it.
         expert: Which expert of a stack, else None.
         format: Its format.
+        together: Matrices with the same value share a scale of the whole matrix.
         site: Where what it reads is seen; matrices that read the same tensor have one site.
         seen: What entered there, None where nothing did.
         amax: [K], the largest magnitude of each channel of its inputs, None where nothing was seen.
@@ -38,6 +39,7 @@ class Weight:
     name: str
     expert: int | None
     format: LinearFormat
+    together: str
     site: Site
     seen: Seen | None
     amax: Tensor | None
@@ -67,11 +69,21 @@ class Choice:
         steps: Each scales the columns of the matrix and rounds, one after another.
         input_amax: Largest magnitude of the inputs times ``pre_quant_scale``, a 0-d tensor; None
             where nothing was seen.
+        scale_amax: What each scale of the matrix stands for; None for the largest magnitudes.
+        own_scale: [K], what the matrix alone would be scaled by, where that differs.
+        extras: Further tensors of the matrix in the export, by suffix.
+        replaces: ``steps`` give other values, not scaled ones.
+        amax: What the scale of the whole stands for; of matrices that share it, the largest counts.
     """
 
     pre_quant_scale: Tensor | None = None
     steps: tuple[Step, ...] = ()
     input_amax: Tensor | None = None
+    scale_amax: Tensor | None = None
+    amax: Tensor | None = None
+    own_scale: Tensor | None = None
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    replaces: bool = False
 
 
 Choices = dict[tuple[str, int | None], Choice]
@@ -85,9 +97,11 @@ class Algorithm(ABC):
 
     Attributes:
         kinds: The statistics that it needs.
+        sequential: Layers are calibrated on what the quantized layers before them put out.
     """
 
     kinds: frozenset[Kind] = frozenset()
+    sequential = False
 
     def __init__(self, numerics: Numerics) -> None:
         self.numerics = numerics

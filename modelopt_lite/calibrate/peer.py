@@ -50,6 +50,15 @@ def _integers(w_NS: Tensor, amax_N1: Tensor) -> Tensor:
     return code_NS / torch.where(nothing, 1.0, factor)
 
 
+def integer_factor(amax: Tensor, largest: float, *, exact: bool) -> Tensor:
+    """Return by what float32 values are multiplied to become codes; 0 is no magnitude.
+
+    The inverse of the scale that is exported, or what Model Optimizer multiplies by.
+    """
+    amax = torch.where(amax > 0, amax, largest)
+    return (amax / largest).reciprocal() if exact else torch.full_like(amax, largest) / amax
+
+
 def _e2m1(w_NS: Tensor, amax: Tensor) -> Tensor:
     scale_2 = amax.float() / (E2M1_MAX * E4M3_MAX)
     w_NS = w_NS.float()
@@ -65,3 +74,16 @@ def round_to_steps(w_NS: Tensor, step_N1: Tensor) -> Tensor:
     magnitudes = torch.tensor(e2m1.MAGNITUDES, device=w_NS.device)
     rounded = torch.index_select(magnitudes, 0, code.view(-1)).view(w_NS.shape)
     return torch.copysign(rounded * step_N1, w_NS)
+
+
+def static_steps(scale_amax: Tensor, amax: Tensor, limit: float) -> Tensor:
+    """Return the step of each block while scales are searched, which export may round otherwise.
+
+    Args:
+        scale_amax: float32, what a block's code of 6 stands for.
+        amax: float32 [], the largest magnitude of all matrices that share a scale.
+        limit: The block scale of a block that reaches it.
+    """
+    factor = E4M3_MAX / (amax * (E4M3_MAX / limit) / E2M1_MAX)
+    step = (scale_amax / E2M1_MAX * factor).to(fp8.DTYPE).float() * factor.reciprocal()
+    return torch.where(step < _SMALLEST_STEP, 1.0, step)

@@ -64,7 +64,8 @@ def averaged_choices(weights: Sequence[Weight], scales: Sequence[Tensor]) -> Cho
             before_K = after_K
         amax = _smoothed_amax(weight, scale_K)
         amax = None if amax is None else amax.to(dtype)
-        choices[weight.key] = Choice(mean_K, tuple(steps), amax)
+        own_K = scale_K.to(dtype)
+        choices[weight.key] = Choice(mean_K, tuple(steps), amax, own_scale=own_K)
     return choices
 
 

@@ -8,6 +8,7 @@ Shape suffixes: T rows (tokens), K columns (input channels), B = K / 16 blocks o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,7 +19,8 @@ from torch import Tensor
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.errors import CalibrationError
 
-Kind = Literal["channels", "rows"]
+_BLOCK = 16
+Kind = Literal["channels", "rows", "gram", "blocks"]
 
 
 @dataclass(slots=True)
@@ -32,6 +34,8 @@ class Seen:
         mean: [K], the sum over calls of the channels' mean magnitudes, float32.
         sum: [K], the sum over rows of the channels' magnitudes, float32.
         rows: Some of the rows, call by call, each [T, K]; at most ``limit`` in all.
+        gram: [K, K], the mean over rows of ``2 * x * x.T``, float32.
+        blocks: [B, 16, 16], the sum over rows of ``x * x.T`` of each block, float32.
         stride: Of the rows seen, every ``stride``-th was kept.
     """
 
@@ -41,6 +45,8 @@ class Seen:
     mean: Tensor | None = None
     sum: Tensor | None = None
     rows: list[Tensor] = field(default_factory=list)
+    gram: Tensor | None = None
+    blocks: Tensor | None = None
     stride: int = 1
 
     def add_channels(self, x_TK: Tensor) -> None:
@@ -54,6 +60,21 @@ class Seen:
         self.amax = torch.maximum(self.amax, amax_K)
         self.mean += mean_K
         self.sum += sum_K
+
+    def add_gram(self, x_TK: Tensor) -> None:
+        """Add to the mean of products."""
+        count = self.count + len(x_TK)
+        scaled_KT = math.sqrt(2 / count) * x_TK.T.float()
+        if self.gram is None:
+            self.gram = scaled_KT @ scaled_KT.T
+        else:
+            self.gram.mul_(self.count / count).add_(scaled_KT @ scaled_KT.T)
+
+    def add_blocks(self, x_TK: Tensor) -> None:
+        """Add to the products within blocks."""
+        x_BST = x_TK.float().T.reshape(-1, _BLOCK, len(x_TK))
+        products = x_BST @ x_BST.transpose(-1, -2)
+        self.blocks = products if self.blocks is None else self.blocks.add_(products)
 
     def add_rows(self, x_TK: Tensor, limit: int | None) -> None:
         """Keep some rows; past the limit every other one is dropped, and fewer are taken."""
@@ -72,7 +93,8 @@ class Statistics:
     """Gathers statistics at some sites; a site may be asked for, and let go, at any time.
 
     Args:
-        kinds: What to gather: "channels" (maxima and means) or "rows" (a sample).
+        kinds: What to gather: "channels" (maxima and means), "rows" (a sample), "gram" (products of
+            channels), "blocks" (products within blocks of 16 channels).
         sites: Where; None for wherever it is called.
         limit: Returns the most rows to keep at a site, None for all.
     """
@@ -111,6 +133,10 @@ class Statistics:
             seen.add_channels(x_TK)
         if "rows" in self._kinds:
             seen.add_rows(x_TK, self._limit(site))
+        if "gram" in self._kinds:
+            seen.add_gram(x_TK)
+        if "blocks" in self._kinds:
+            seen.add_blocks(x_TK)
         seen.calls += 1
         seen.count += len(x_TK)
 

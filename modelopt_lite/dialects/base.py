@@ -32,6 +32,7 @@ class Contents:
         cache: Format of the key and value cache.
         numerics: "modelopt" keeps what Model Optimizer leaves out of its files.
         pre_quant_scale: Whether it is said of inputs that their channels have scales.
+        rank: Of the low-rank factors that stand beside matrices; 0 without any.
     """
 
     formats: Mapping[str, LinearFormat]
@@ -40,6 +41,7 @@ class Contents:
     cache: CacheFormat | None = None
     numerics: Numerics = "exact"
     pre_quant_scale: bool = False
+    rank: int = 0
 
     @property
     def distinct(self) -> list[LinearFormat]:
@@ -91,6 +93,10 @@ class Dialect(ABC):
     @abstractmethod
     def pre_quant_scale_problem(self) -> str | None:
         """Return the rule by which a scale of each channel of inputs cannot be kept; or None."""
+
+    @abstractmethod
+    def factors_problem(self) -> str | None:
+        """Return the rule by which low-rank factors of a matrix cannot be kept; or None."""
 
     @abstractmethod
     def tensors(

@@ -54,9 +54,11 @@ class CompressedTensors(Dialect):
                 f"{fmt.name!r} has a second, of the whole matrix"
             )
         if layout is None:
+            size = fmt.group_size
+            other = "another global scale" if size == nvfp4.BLOCK else f"blocks of {size}"
             return (
-                f"nvfp4-pack-quantized has blocks of 16 and a global scale of amax / 2688, and the "
-                f"format {fmt.name!r} has blocks of {fmt.group_size}"
+                "nvfp4-pack-quantized has blocks of 16 and a global scale of amax / 2688, and the "
+                f"format {fmt.name!r} has {other}"
             )
         per_word = packed.WORD // layout.bits
         if layout.in_words and shape[-1] % per_word:
@@ -77,6 +79,10 @@ class CompressedTensors(Dialect):
             "it has no tensor for scales of the channels of inputs, and the model has no norm or "
             "linear before this matrix that takes them up"
         )
+
+    def factors_problem(self) -> str | None:
+        """See `Dialect.factors_problem`."""
+        return "it has no tensors for low-rank factors that stand beside a matrix"
 
     def tensors(
         self, fmt: LinearFormat, parts: Sequence[TensorSpec], shape: tuple[int, ...]

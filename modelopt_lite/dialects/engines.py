@@ -33,9 +33,10 @@ _LOADS = Verdict("loads")
 _UNKNOWN = Verdict("unknown", "not stated by its source, not run")
 _FP8 = ("fp8", "fp8_per_channel_per_token", "fp8_2d_blockwise_weight_only")
 _NVFP4 = ("nvfp4", "w4a16_nvfp4")
+_FOUR_OVER_SIX = "nvfp4_four_over_six"  # to readers NVFP4; its scale of the whole is another number
 _LOADED: Mapping[tuple[str, str], tuple[str, ...]] = {
-    (ModelOpt.name, "vLLM"): (*_FP8, *_NVFP4, "mxfp8"),
-    (ModelOpt.name, "SGLang"): ("fp8", *_NVFP4, "mxfp8"),
+    (ModelOpt.name, "vLLM"): (*_FP8, *_NVFP4, _FOUR_OVER_SIX, "mxfp8"),
+    (ModelOpt.name, "SGLang"): ("fp8", *_NVFP4, _FOUR_OVER_SIX, "mxfp8"),
     (ModelOpt.name, "TensorRT-LLM"): (
         "fp8",
         "fp8_2d_blockwise_weight_only",
@@ -43,6 +44,7 @@ _LOADED: Mapping[tuple[str, str], tuple[str, ...]] = {
         "int8_weight_only",
         "int4_weight_only",
         "nvfp4",
+        _FOUR_OVER_SIX,
         "w4a8_nvfp4_fp8",
         "w4a8_mxfp4_fp8",
         "w4a8_mxfp4_fp8_dynamic",

@@ -24,7 +24,7 @@ _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 # Algorithms whose group size the peer leaves out.
 _PEER_SILENT = {"fp8_pb_wo", "mxfp4"}
 # The only single formats that the peer describes in numbers, too; others are known by name alone.
-_PEER_GROUPS = {"FP8", "NVFP4", "W4A16_NVFP4"}
+_PEER_GROUPS = {"FP8", "NVFP4", "W4A16_NVFP4", "NVFP4_SVD"}
 
 
 class ModelOpt(Dialect):
@@ -43,6 +43,10 @@ class ModelOpt(Dialect):
 
     def pre_quant_scale_problem(self) -> str | None:
         """See `Dialect.pre_quant_scale_problem`."""
+        return None
+
+    def factors_problem(self) -> str | None:
+        """See `Dialect.factors_problem`."""
         return None
 
     def tensors(
@@ -140,12 +144,18 @@ def _layer(fmt: LinearFormat, contents: Contents) -> dict[str, Any]:
     if any(part in layer["quant_algo"] for part in ("AWQ", "SVD")):
         # Readers look for what the peer states even where it does not hold.
         layer |= {"has_zero_point": False, "pre_quant_scale": contents.pre_quant_scale}
+    if "SVD" in layer["quant_algo"] and contents.numerics == "exact":
+        layer["lora_rank"] = contents.rank
     return layer
 
 
 def _algo(fmt: LinearFormat, contents: Contents) -> str:
-    """Name of a format; NVFP4 has another where inputs have scales of their channels."""
-    return "NVFP4_AWQ" if fmt.name == "nvfp4" and contents.pre_quant_scale else fmt.quant_algo
+    """Name of a format; NVFP4 has another with factors, or with scales of inputs' channels."""
+    if fmt.name != "nvfp4":
+        return fmt.quant_algo
+    if contents.rank:
+        return "NVFP4_SVD"
+    return "NVFP4_AWQ" if contents.pre_quant_scale else fmt.quant_algo
 
 
 def _layers(contents: Contents) -> dict[str, dict[str, Any]]:

@@ -26,6 +26,7 @@ from modelopt_lite.export.treat import ReadThrough, Treated, folds_by_tensor, si
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.base import rounded_up
 from modelopt_lite.formats.linear import FORMATS, ErrorReport
+from modelopt_lite.offload.store import Loaded
 from modelopt_lite.offload.units import Unit
 from modelopt_lite.plan import Copy, Matrix, Plan
 from modelopt_lite.select import Output
@@ -94,6 +95,8 @@ class Exporter:
         _check_groups(plan.matrices, whole)
         self._algorithm = make_algorithm(plan.recipe.algorithm, plan.numerics)
         self._folds = folds_by_tensor(plan)
+        self._last: Treated | None = None
+        self._last_sources: Mapping[str, Tensor] = {}
         self.errors: dict[str, ErrorReport] = {}
         self.input_amax: dict[str, Tensor] = {}
 
@@ -120,6 +123,8 @@ class Exporter:
             units += self._parts.get(unit.name, ())
             sources = ReadThrough(sources, self._source)
             treated = self._treat(self._algorithm, self._destinations[0].of_units(units), sources)
+            if self._algorithm.sequential:
+                self._last, self._last_sources = treated, sources
         for to in self._destinations:
             write = partial(self._write, to, names)
             found = quantize_matrices(
@@ -154,6 +159,32 @@ class Exporter:
         )
         statistics.drop(site for m in matrices for site in sites_of(m, m.seen_at))
         return treated
+
+    @property
+    def sequential(self) -> bool:
+        """Whether layers shall be calibrated on what quantized layers put out."""
+        return self._algorithm is not None and self._algorithm.sequential
+
+    def replace(self, loaded: Loaded) -> None:
+        """Put what the last exported layer has become into a unit of it that is in memory."""
+        assert self._last is not None
+        names, experts = self._plan.names, loaded.unit.experts
+        for matrix in self._destinations[0].of_units([loaded.unit.name]):
+            place = names.place(matrix.source)
+            assert place is not None  # as the plan has it
+            entry, region = place
+            target = loaded.buffers[names.resolve(entry)]
+            if loaded.unit.is_stacked and experts is not None and isinstance(region[0], int):
+                region = (region[0] - experts.start, *region[1:])
+            target = target[region] if region else target
+            target = target[matrix.region] if matrix.region else target
+            value = self._last.weight(matrix, matrix_value(matrix, self._last_sources))
+            turned = matrix.input_major and value.ndim == 2
+            target.copy_(value.mT if turned else value)
+
+    def forget(self) -> None:
+        """Let go of the last exported layer."""
+        self._last, self._last_sources = None, {}
 
     def sees_inputs(self, unit: Unit) -> bool:
         """Whether what the unit becomes depends on what enters it."""
@@ -210,7 +241,8 @@ class Exporter:
         write: Write,
         treated: Treated | None = None,
     ) -> None:
-        seen = self._seen_amax if treated is None else treated.input_amax
+        scaled = treated is not None and treated.scales_inputs
+        seen = treated.input_amax if treated is not None and scaled else self._seen_amax
         self.input_amax.update(amax_of_groups(matrices, seen))
         for matrix in matrices:
             fmt = FORMATS[matrix.format]

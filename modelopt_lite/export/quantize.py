@@ -52,8 +52,10 @@ def quantize_matrices(
         fmt = FORMATS[matrix.format]
         weight = matrix_value(matrix, sources)
         extras: dict[str, Tensor] = {}
+        chosen = None
         if treated is not None:
             weight, extras = treated.weight(matrix, weight), treated.extras(matrix)
+            chosen = treated.scale_amax(matrix)
         shared = group_amax[matrix.weight_group]
         stacked_input_major = matrix.input_major and weight.ndim == 3
         tensors = fmt.quantize(
@@ -62,12 +64,17 @@ def quantize_matrices(
             numerics=numerics,
             input_major=stacked_input_major,
             scale_dtype=dialect.scale_dtype,
-            scale_amax=shared if shared.ndim else None,
+            scale_amax=shared if shared.ndim else chosen,
         )
         if verify:
             turned = fmt.turns(stacked_input_major, numerics)
             errors[matrix.name] = measure_error(
-                fmt, weight, tensors, numerics=numerics, turned=turned
+                fmt,
+                weight,
+                tensors,
+                numerics=numerics,
+                turned=turned,
+                chosen=treated is not None and treated.clips(matrix),
             )
         outputs = {k: v for k, v in matrix.outputs.items() if dialect.part_of(k) != "input_scale"}
         stored = dialect.encode(fmt, {**tensors, **extras}, matrix.shape)
@@ -123,6 +130,8 @@ def _weight_amax(
             fmt, together = FORMATS[matrix.format], matrix.weight_group != matrix.name
             apart = together and not fmt.shares_amax(tuple(weight.shape), numerics)
             own = fmt.codec.scale_amax(weight) if apart else amax(weight)
+            clipped = treated.amax(matrix)
+            own = own if clipped is None else clipped
         elif matrix.region:
             own = amax(matrix_value(matrix, sources))
         else:

@@ -55,6 +55,7 @@ def contents(plan: Plan) -> Contents:
         numerics=plan.numerics,
         pre_quant_scale=plan.recipe.algorithm.smooths
         and (plan.keeps_scales or plan.numerics == "modelopt"),
+        rank=plan.recipe.algorithm.rank,
     )
 
 
@@ -62,6 +63,8 @@ def _check_matrices(plan: Plan, dialect: Dialect) -> None:
     problems = {}
     for matrix in plan.matrices:
         problem = dialect.problem(FORMATS[matrix.format], matrix.shape)
+        if problem is None and matrix.keeps_factors:
+            problem = dialect.factors_problem()
         if problem is None and matrix.keeps_scale:
             problem = dialect.pre_quant_scale_problem()
         if problem:

@@ -13,7 +13,8 @@ from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.calibrate.statistics import Statistics
 from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.formats.linear import FORMATS
-from modelopt_lite.plan import PRE_QUANT_SCALE, Matrix, Plan
+from modelopt_lite.parts import PRE_QUANT_SCALE, factor_of
+from modelopt_lite.plan import Matrix, Plan
 from modelopt_lite.readers import Fold
 
 Values = Callable[[Matrix], Tensor]
@@ -71,9 +72,39 @@ class Treated:
         ]
         return torch.stack([part.mT if matrix.input_major else part for part in parts])
 
+    def scale_amax(self, matrix: Matrix) -> Tensor | None:
+        """Return what each scale stands for, where that was chosen; see ``LinearFormat``."""
+        found = [self._choices[key].scale_amax for key in self._keys(matrix)]
+        chosen = [amax for amax in found if amax is not None]
+        if not chosen:
+            return None
+        return chosen[0] if len(matrix.shape) == 2 else torch.stack(chosen)
+
+    def amax(self, matrix: Matrix) -> Tensor | None:
+        """Return what the scale of the whole stands for, where that was chosen."""
+        found = [self._choices[key].amax for key in self._keys(matrix)]
+        chosen = [amax for amax in found if amax is not None]
+        return torch.stack(chosen).max() if chosen else None
+
+    def clips(self, matrix: Matrix) -> bool:
+        """Whether some value may exceed what its scale can hold."""
+        return self.scale_amax(matrix) is not None or self.amax(matrix) is not None
+
     def extras(self, matrix: Matrix) -> dict[str, Tensor]:
         """Return the tensors that a matrix has besides those of its format, by suffix."""
-        return {PRE_QUANT_SCALE: self._scales[matrix.reads]} if matrix.keeps_scale else {}
+        extras: dict[str, Tensor] = {}
+        for part in matrix.parts:
+            if part.suffix == PRE_QUANT_SCALE:
+                extras[part.suffix] = self._scales[matrix.reads]
+            elif (factor := factor_of(part.suffix)) is not None:
+                found = [self._choices[key].extras[factor] for key in self._keys(matrix)]
+                extras[part.suffix] = found[0] if len(matrix.shape) == 2 else torch.stack(found)
+        return extras
+
+    def _keys(self, matrix: Matrix) -> list[tuple[str, int | None]]:
+        if len(matrix.shape) == 2:
+            return [(matrix.name, None)]
+        return [(matrix.name, expert) for expert in range(matrix.shape[0])]
 
     def folded(self, fold: Fold, value: Tensor) -> Tensor:
         """Return a tensor that takes up a scale."""
@@ -91,9 +122,13 @@ class Treated:
 
     def input_amax(self, matrix: Matrix) -> list[Tensor]:
         """Return the largest magnitudes of what enters a matrix, of each expert that saw any."""
-        experts = range(matrix.shape[0]) if len(matrix.shape) == 3 else (None,)
-        found = (self._choices[matrix.name, expert].input_amax for expert in experts)
+        found = (self._choices[key].input_amax for key in self._keys(matrix))
         return [amax for amax in found if amax is not None]
+
+    @property
+    def scales_inputs(self) -> bool:
+        """Whether inputs are multiplied by scales."""
+        return bool(self._scales)
 
     def _applied(self, name: str, expert: int | None, value: Tensor) -> Tensor:
         choice: Choice = self._choices[name, expert]
@@ -145,6 +180,7 @@ def _weights(
             matrix.name,
             number,
             FORMATS[matrix.format],
+            matrix.weight_group,
             site,
             seen,
             amax,

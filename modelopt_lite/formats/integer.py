@@ -147,6 +147,16 @@ def error_bound(w: Tensor, scale: Tensor) -> Tensor:
     return torch.minimum(w.float().abs(), scale * 0.5).mul_(_SLACK)
 
 
+def clipping_bound(w: Tensor, scale: Tensor, largest: float) -> Tensor:
+    """Return the largest error of each element under any scale, float32, shape of w.
+
+    It is half of the scale, or what lies past ``largest`` times the scale; never more than ``|w|``.
+    """
+    size = w.float().abs()
+    past = (size - scale * largest).clamp_min(scale * 0.5)
+    return torch.minimum(size, past).mul_(_SLACK)
+
+
 def fake_quantize_int8(x: Tensor, scale: Tensor) -> Tensor:
     """Return ``x`` rounded as an engine's INT8 kernel sees it, in the dtype of ``x``.
 

@@ -204,6 +204,7 @@ FORMATS: Mapping[str, LinearFormat] = MappingProxyType(
             LinearFormat("int4_weight_only", "W4A16_AWQ", integer.INT4, inputs.NONE),
             LinearFormat("w4a8_awq", "W4A8_AWQ", integer.INT4_FOR_FP8, inputs.FP8),
             LinearFormat("nvfp4", "NVFP4", fp4.NVFP4, inputs.NVFP4),
+            LinearFormat("nvfp4_four_over_six", "NVFP4", fp4.NVFP4_FOR_FOUR_OVER_SIX, inputs.NVFP4),
             LinearFormat("w4a16_nvfp4", "W4A16_NVFP4", fp4.NVFP4, inputs.NONE),
             LinearFormat("w4a16_nvfp4_32", "W4A16_NVFP4", fp4.NVFP4_OF_32, inputs.NONE),
             LinearFormat("w4a8_nvfp4_fp8", "W4A8_NVFP4_FP8", fp4.NVFP4_FOR_FP8, inputs.FP8),
@@ -251,6 +252,7 @@ def measure_error(
     *,
     numerics: Numerics,
     turned: bool = False,
+    chosen: bool = False,
 ) -> ErrorReport:
     """Compare what ``fmt.quantize`` gave with its source, a few rows at a time.
 
@@ -260,6 +262,8 @@ def measure_error(
         tensors: weight and its scales, by suffix; others are ignored.
         numerics: The arithmetic that made ``tensors``; ``modelopt`` if unknown, its bound is wider.
         turned: As for ``fmt.dequantize``.
+        chosen: Scales were chosen by a search, and may clip: the bound is that of
+            ``Codec.clipping_error``.
     """
     worst = torch.zeros((), dtype=torch.float32, device=w.device)
     error_sum = source_sum = 0.0
@@ -269,7 +273,10 @@ def measure_error(
         for rows in row_chunks(w_RK, codec.row_multiple):
             part = codec.part(parts, rows)
             source = w_RK[rows].float()
-            bound = codec.max_error(w_RK[rows], part, numerics=numerics)
+            if chosen:
+                bound = codec.clipping_error(w_RK[rows], part)
+            else:
+                bound = codec.max_error(w_RK[rows], part, numerics=numerics)
             error = codec.dequantize(part, torch.float32).sub_(source).abs_()
             error_sum += base.sum_of_squares(error)
             source_sum += base.sum_of_squares(source)

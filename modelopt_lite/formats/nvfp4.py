@@ -70,7 +70,24 @@ def weight_scale_2(
     return scale.clamp_min(_MIN_SCALE_2) if numerics == "exact" else scale
 
 
-def quantize(w_RK: Tensor, scale_2: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+def chosen_scales(scale_amax: Tensor, amax: Tensor, limit: float = E4M3_MAX) -> Tensor:
+    """Return the block scales for chosen magnitudes, float8_e4m3fn of their shape.
+
+    Args:
+        scale_amax: float32 [R, B] or [E, R, B], the magnitude that the code of 6 shall stand for.
+        amax: The largest magnitude of all matrices that share ``weight_scale_2``.
+        limit: The block scale of a block that reaches it.
+    """
+    scale = scale_amax / E2M1_MAX
+    scale = torch.where(scale > 0, scale, 1.0) * (
+        limit / (sanitized_amax(amax, E2M1_MAX) / E2M1_MAX)
+    )
+    return scale.clamp_(E4M3_MIN_SUBNORMAL, E4M3_MAX).to(fp8.DTYPE)
+
+
+def quantize(
+    w_RK: Tensor, scale_2: Tensor, block: int = BLOCK, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Round a matrix to NVFP4, to nearest, ties to the even code.
 
     Args:
@@ -78,6 +95,8 @@ def quantize(w_RK: Tensor, scale_2: Tensor, block: int = BLOCK) -> tuple[Tensor,
             Read, never written; any strides.
         scale_2: float32 [] > 0, ``weight_scale_2`` of an amax that covers ``w_RK``.
         block: Elements that share a scale.
+        chosen: The block scales; None takes those that fit the blocks. With others values past 6
+            steps are clipped, and the error is within ``clipping_bound``.
 
     Returns:
         uint8 [R, P] and float8_e4m3fn [R, B] (or with E before), within ``error_bound``. Block
@@ -91,6 +110,8 @@ def quantize(w_RK: Tensor, scale_2: Tensor, block: int = BLOCK) -> tuple[Tensor,
     columns = w_RK.shape[-1]
     packed = w_RK.new_empty((*w_RK.shape[:-1], columns // 2), dtype=torch.uint8)
     scale = w_RK.new_empty((*w_RK.shape[:-1], columns // block), dtype=torch.float8_e4m3fn)
+    if chosen is not None:
+        scale.copy_(chosen)
     if w_RK.ndim == 2:
         matrices = [(w_RK, packed, scale)]
     elif w_RK.ndim == 3:
@@ -103,7 +124,13 @@ def quantize(w_RK: Tensor, scale_2: Tensor, block: int = BLOCK) -> tuple[Tensor,
     for matrix_RK, packed_RP, scale_RB in matrices:
         for rows in row_chunks(matrix_RK):
             _quantize_chunk(
-                matrix_RK[rows], scale_2, packed_RP[rows], scale_RB[rows], scratch, block
+                matrix_RK[rows],
+                scale_2,
+                packed_RP[rows],
+                scale_RB[rows],
+                scratch,
+                block,
+                fits=chosen is None,
             )
     return packed, scale
 
@@ -167,6 +194,17 @@ def error_bound(w_RK: Tensor, scale_2: Tensor, block: int = BLOCK) -> Tensor:
     return bound.mul_(F32_SLACK).view(w_RK.shape)
 
 
+def clipping_bound(w_RK: Tensor, scale_RB: Tensor, scale_2: Tensor, block: int = BLOCK) -> Tensor:
+    """Return the largest error of each element under any block scales, float32, shape of w.
+
+    It is a step, half of the widest distance of two elements, or what lies past 6 steps; never more
+    than ``|w|``.
+    """
+    step = (scale_RB.float() * scale_2).repeat_interleave(block, dim=-1)
+    size = w_RK.float().abs()
+    return torch.minimum(size, (size - step * E2M1_MAX).clamp_min(step)).mul_(F32_SLACK)
+
+
 def fake_quantize(x: Tensor, input_scale: Tensor) -> Tensor:
     """Return ``x`` rounded as an engine's NVFP4 kernel sees it, in the dtype of ``x``.
 
@@ -199,16 +237,22 @@ def _quantize_chunk(
     scale_RB: Tensor,
     scratch: Tensor,
     block: int,
+    *,
+    fits: bool,
 ) -> None:
-    """Quantize one chunk into ``packed_RP`` and ``scale_RB``; ``scratch`` is 4 float32 buffers."""
+    """Quantize one chunk into ``packed_RP``; ``scratch`` is 4 float32 buffers.
+
+    Block scales are found, where they shall fit the blocks, or taken from ``scale_RB``.
+    """
     value, size, code, spare = scratch[:, : w_RK.numel()].unbind(0)
     value.view(w_RK.shape).copy_(w_RK)
     value.add_(0.0)  # -0.0 becomes 0.0, so that a sign bit means x < 0
     torch.abs(value, out=size)
 
-    scale_N = block_amax(size, block) / (scale_2 * E2M1_MAX)
-    scale_N = torch.where(scale_N > 0, scale_N, 1.0).clamp_(E4M3_MIN_SUBNORMAL, E4M3_MAX)
-    scale_RB.copy_(scale_N.view(scale_RB.shape))
+    if fits:
+        scale_N = block_amax(size, block) / (scale_2 * E2M1_MAX)
+        scale_N = torch.where(scale_N > 0, scale_N, 1.0).clamp_(E4M3_MIN_SUBNORMAL, E4M3_MAX)
+        scale_RB.copy_(scale_N.view(scale_RB.shape))
     step_N1 = (scale_RB.float() * scale_2).view(-1, 1)
 
     size.view(-1, block).div_(step_N1)

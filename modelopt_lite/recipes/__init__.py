@@ -26,6 +26,7 @@ ALIASES = {
     "int8_sq": "int8_smoothquant",
     "int8_wo": "int8_weight_only",
     "nvfp4_awq": "nvfp4_awq_lite",
+    "nvfp4_mse": "nvfp4_w4a4_weight_mse_fp8_sweep",
     "w4a8_awq": "w4a8_awq_beta",
 }
 """Older, short names of presets."""

@@ -15,13 +15,24 @@ METHODS: dict[str, dict[str, Option]] = {
     "max": {},
     "smoothquant": {"alpha": 1.0},
     "awq_lite": {"alpha_step": 0.1},
+    "awq_clip": {"min_clip_ratio": 0.5, "shrink_step": 0.05},
+    "awq_full": {"alpha_step": 0.1, "min_clip_ratio": 0.5, "shrink_step": 0.05},
+    "gptq": {"perc_damp": 0.01, "block_size": 128},
+    "local_hessian": {},
+    "svdquant": {"lowrank": 32, "alpha_step": 0.1},
+    "mse": {
+        "fp8_scale_sweep": False,
+        "start_multiplier": 0.25,
+        "stop_multiplier": 4.0,
+        "step_size": 0.1,
+    },
 }
 """Method -> its options, with the values that they have where a recipe gives none."""
 
-SMOOTHING = frozenset({"smoothquant", "awq_lite"})
+SMOOTHING = frozenset({"smoothquant", "awq_lite", "awq_full", "svdquant"})
 """Methods that scale the input channels of weights, and inputs by the inverse."""
 
-_DATA_FREE = frozenset({"max"})
+_DATA_FREE = frozenset({"max", "mse"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +56,11 @@ class AlgorithmChoice:
     def smooths(self) -> bool:
         """Whether it scales input channels."""
         return self.method in SMOOTHING
+
+    @property
+    def rank(self) -> int:
+        """Rank of the low-rank factors that it keeps apart; 0 where it keeps none."""
+        return int(self.options.get("lowrank", 0))
 
 
 def parse_algorithm(data: Any, *, where: str) -> AlgorithmChoice:

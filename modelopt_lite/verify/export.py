@@ -26,9 +26,10 @@ from modelopt_lite.report import REPORT_FILE
 
 PACKED_DTYPES = frozenset({torch.float8_e4m3fn, torch.uint8, torch.int8, torch.int32})
 _SCALE = re.compile(
-    r"(?P<module>.+)(?P<joint>[._])"
+    r"(?P<module>.+?)(?P<joint>[._])"
     r"(?P<suffix>weight_scale_2|weight_scale|input_scale|pre_quant_scale"
-    r"|weight_packed|weight_global_scale|input_global_scale|weight_shape)"
+    r"|weight_packed|weight_global_scale|input_global_scale|weight_shape"
+    r"|(weight_quantizer\._)?svdquant_lora_[ab])"
 )
 _KV_SCALE = re.compile(r"(?P<module>.+)\.(?P<which>[kv])_scale")
 _KV_BIAS = re.compile(r".+\.[kv]_proj\.[kv]_bias")

@@ -79,6 +79,8 @@ def _check_packed(export: Export, module: Module, weight: TensorInfo) -> Iterato
                 f"{list(shape)} needs {list(spec.shape)}; export again",
             )
     allowed = {"pre_quant_scale"} if export.smoothed else set()
+    factors = {suffix for suffix in module.scales if "svdquant_lora_" in suffix}
+    allowed |= factors if "SVD" in (export.algo or "") else set()
     if extra := sorted(set(module.scales) - set(wanted) - allowed):
         yield Finding(
             "scale-unexpected",
@@ -106,7 +108,12 @@ def check_values(export: Export) -> Iterator[Finding]:
 
     Rules: ``value-finite``, ``weight-nan``, ``scale-value``.
     """
-    scales = {info.name for m in export.modules.values() for info in m.scales.values()}
+    scales = {
+        info.name
+        for module in export.modules.values()
+        for suffix, info in module.scales.items()
+        if "svdquant_lora_" not in suffix  # factors, of either sign
+    }
     scales.update(scale.tensor.name for scale in export.kv_scales)
     for name, info in export.tensors.items():
         if name in scales:

@@ -66,7 +66,7 @@ def smoothed(
 
     monkeypatch.setattr("modelopt_lite.export.exporter.quantize_matrices", spy)
     quantize_and_export(source, export_dir=out, calib_data=batches, progress=False, **options)
-    written = load_file(out / "model.safetensors")
+    written: dict[str, Tensor] = load_file(out / "model.safetensors")
     matrices = {name for name in written if f"{name}_scale" in written}
     same = written.keys() & tensors.keys() - matrices
     return tensors | {name: written[name] for name in same if written[name].is_floating_point()}

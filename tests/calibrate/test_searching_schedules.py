@@ -13,13 +13,15 @@ import transformers
 
 from modelopt_lite import Recipe, export_hf, quantize, quantize_and_export
 from modelopt_lite.budgets import Schedule
+from modelopt_lite.calibrate.observe import Site
+from modelopt_lite.calibrate.statistics import Statistics
 from modelopt_lite.errors import CalibrationError, RecipeError
 from modelopt_lite.job import Job, split_layers
 from modelopt_lite.recipes.algorithms import METHODS, AlgorithmChoice
 from modelopt_lite.report import REPORT_FILE, Report
 
 MakeCheckpoint = Callable[..., Path]
-RECIPES = ("nvfp4_awq_lite", "int8_smoothquant")
+RECIPES = ("nvfp4_awq_lite", "int8_smoothquant", "nvfp4_mse")
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -111,16 +113,18 @@ def test_resumed_report(
 DIALECTS = ("modelopt", "compressed-tensors")
 
 
-@pytest.mark.parametrize("weights", ["nvfp4", "int8"])
+@pytest.mark.parametrize(
+    ("weights", "method"), [("nvfp4", "awq_lite"), ("int8", "smoothquant"), ("nvfp4", "gptq")]
+)
 def test_several_dialects(
     weights: str,
+    method: str,
     checkpoint: MakeCheckpoint,
     token_batches: list[torch.Tensor],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One search serves both, each as alone; streamed, in parts, and after an interruption."""
-    method = "awq_lite" if weights == "nvfp4" else "smoothquant"
     recipe = Recipe(
         name="folded",
         weights=weights,
@@ -146,6 +150,21 @@ def test_several_dialects(
     assert {name: hashes(out / name) for name in DIALECTS} == alone
 
 
+def test_a_search_without_data(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """From tensor to tensor, and with the model."""
+    recipe = Recipe(
+        name="searched",
+        weights="w4a16_nvfp4",
+        algorithm=AlgorithmChoice(method="mse", options=METHODS["mse"]),
+    )
+    source = checkpoint("qwen3_moe")
+    quantize_and_export(source, export_dir=tmp_path / "a", recipe=recipe, progress=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    quantize(model, recipe)
+    export_hf(model, tmp_path / "b", source=source)
+    assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
+
+
 def test_a_dialect_without_scales_of_channels_refuses_them(
     checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
 ) -> None:
@@ -156,12 +175,7 @@ def test_a_dialect_without_scales_of_channels_refuses_them(
     assert not out.exists()
 
 
-def test_a_layer_that_runs_twice_is_refused(
-    checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
-) -> None:
-    from modelopt_lite.calibrate.observe import Site
-    from modelopt_lite.calibrate.statistics import Statistics
-
+def test_a_layer_that_runs_twice_is_refused() -> None:
     statistics = Statistics(["channels"])
     site = Site("layer.weight")
     statistics.visit(site, torch.ones(2, 3), False)

@@ -289,6 +289,8 @@ def test_in_memory(tmp_path: Path) -> None:
         ("gpt_oss", {"recipe": "fp8"}, "experts are one tensor"),
         ("llama", {"recipe": "w4a8_nvfp4_fp8"}, "blocks of 16"),
         ("llama", {"recipe": "nvfp4_mlp_weight_only"}, "blocks of 16"),
+        ("llama", {"recipe": "nvfp4_four_over_six"}, "another global scale"),
+        ("llama", {"recipe": "nvfp4_svdquant"}, "no tensors for low-rank factors"),
         ("llama", {"recipe": "fp8", "kv_cache": "nvfp4"}, "another format"),
         ("llama", {"recipe": "fp8", "kv_cache": "fp8_affine"}, "another format"),
         ("llama", {"recipe": "fp8", "kv_cache": "fp8_cast"}, "wants a scale for each layer"),

@@ -20,6 +20,7 @@ from modelopt_lite.formats.linear import FORMATS, LinearFormat, measure_error
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 REFUSED = {
+    "nvfp4_four_over_six": "another global scale",
     "w4a16_nvfp4_32": "blocks of 16",
     "w4a8_awq": "one level of scales",
     "w4a8_nvfp4_fp8": "blocks of 16",

@@ -32,6 +32,9 @@ class Codec(ABC):
         kind: What codes are.
         stacks_as_stored: Under ``numerics="modelopt"`` blocks run along the last axis of a stack as
             it lies on disk, whichever axis that is.
+        takes_scale_amax: What its scales stand for can be chosen.
+        reach: Largest value of code times block scale, where there are two scales.
+        sweeps: Its block scales are E4M3 numbers that can all be tried.
     """
 
     num_bits: int
@@ -41,6 +44,14 @@ class Codec(ABC):
     row_multiple: int = 1
     kind: Literal["float", "int"] = "float"
     stacks_as_stored: bool = False
+    takes_scale_amax: bool = False
+    sweeps: bool = False
+    reach: float = 1.0
+
+    @property
+    def scale_limit(self) -> float:
+        """The block scale of the block with the largest magnitude, where there are two scales."""
+        return 1.0
 
     def problem(self, rows: int, columns: int) -> str | None:
         """Return why [rows, columns] cannot be kept, None if it can; both are at least 1."""
@@ -85,6 +96,13 @@ class Codec(ABC):
     @abstractmethod
     def max_error(self, w: Tensor, tensors: Mapping[str, Tensor], *, numerics: Numerics) -> Tensor:
         """Return the largest float32 error of each element, of the shape of ``w``."""
+
+    def clipping_error(self, w: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the largest float32 error of each element of [R, K] under any scales.
+
+        Half of the widest step, or what lies past the largest code; where ``takes_scale_amax``.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: scales cannot be chosen")
 
     def part(self, tensors: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
         """Return the tensors of some rows of one matrix; see ``row_multiple``."""

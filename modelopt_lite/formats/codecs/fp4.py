@@ -27,6 +27,12 @@ class _NvFp4(Codec):
     bits: float = 4.5
     code_dtype: torch.dtype = torch.uint8
     block: int = nvfp4.BLOCK
+    takes_scale_amax: bool = True
+    sweeps: bool = True
+
+    @property
+    def scale_limit(self) -> float:
+        return self.reach / E2M1_MAX
 
     def shares_amax(self, rows: int, columns: int, numerics: Numerics) -> bool:
         return True
@@ -54,7 +60,10 @@ class _NvFp4(Codec):
     ) -> dict[str, Tensor]:
         amax = finite(base.amax(w) if amax is None else amax, "a weight")
         scale_2 = nvfp4.weight_scale_2(amax, numerics=numerics, reach=self.reach)
-        packed, scale = nvfp4.quantize(w, scale_2, self.block)
+        scale = None
+        if scale_amax is not None:
+            scale = nvfp4.chosen_scales(scale_amax, amax, self.scale_limit)
+        packed, scale = nvfp4.quantize(w, scale_2, self.block, scale)
         return {"weight": packed, "weight_scale": scale, "weight_scale_2": scale_2}
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -62,8 +71,16 @@ class _NvFp4(Codec):
         divisor = tensors.get(nvfp4.DIVISOR)
         return nvfp4.dequantize(tensors["weight"], *scales, dtype, self.block, divisor)
 
+    def scale_amax(self, w: Tensor) -> Tensor:
+        size = w.float().abs().contiguous().view(-1)
+        return base.block_amax(size, self.block).view(*w.shape[:-1], -1)
+
     def max_error(self, w: Tensor, tensors: Mapping[str, Tensor], *, numerics: Numerics) -> Tensor:
         return nvfp4.error_bound(w, tensors["weight_scale_2"], self.block)
+
+    def clipping_error(self, w: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        scales = tensors["weight_scale"], tensors["weight_scale_2"]
+        return nvfp4.clipping_bound(w, *scales, self.block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +129,8 @@ class _MxFp4(Codec):
 
 
 NVFP4 = _NvFp4()
+# Leaves block scales room to be 1.5 times as large, so that 4 and not 6 is a block's largest code.
+NVFP4_FOR_FOUR_OVER_SIX = _NvFp4(reach=E2M1_MAX * 256, sweeps=False)
 NVFP4_OF_32 = _NvFp4(block=32, bits=4.25)
 NVFP4_FOR_FP8 = _NvFp4(block=32, bits=4.25, reach=E4M3_MAX)
 MXFP4 = _MxFp4()

@@ -22,6 +22,7 @@ class _Int8(Codec):
     bits: float = 8.0
     code_dtype: torch.dtype = torch.int8
     kind: Literal["float", "int"] = "int"
+    takes_scale_amax: bool = True
 
     def tensors(
         self, lead: tuple[int, ...], rows: int, columns: int, numerics: Numerics
@@ -41,16 +42,22 @@ class _Int8(Codec):
         scale_amax: Tensor | None = None,
     ) -> dict[str, Tensor]:
         if w.ndim == 3:
+            parts = [None] * len(w) if scale_amax is None else scale_amax
             return stacked(
                 [
-                    self.quantize(part, None, numerics=numerics, scale_dtype=scale_dtype)
-                    for part in w
+                    self.quantize(
+                        part, None, numerics=numerics, scale_dtype=scale_dtype, scale_amax=own
+                    )
+                    for part, own in zip(w, parts, strict=True)
                 ]
             )
         own = base.row_amax(w) if scale_amax is None else scale_amax
         scale = integer.int8_scale(finite(own, "a weight"), numerics=numerics)
         scale = base.rounded_up(scale, scale_dtype)
         return {"weight": integer.quantize_int8(w, scale), "weight_scale": scale}
+
+    def scale_amax(self, w: Tensor) -> Tensor:
+        return base.row_amax(w)
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         if tensors["weight"].ndim == 3:
@@ -59,6 +66,10 @@ class _Int8(Codec):
 
     def max_error(self, w: Tensor, tensors: Mapping[str, Tensor], *, numerics: Numerics) -> Tensor:
         return integer.error_bound(w, tensors["weight_scale"].unsqueeze(-1))
+
+    def clipping_error(self, w: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        scale = tensors["weight_scale"].unsqueeze(-1)
+        return integer.clipping_bound(w, scale, integer.INT8_MAX)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +82,7 @@ class _Int4(Codec):
     block: int = integer.BLOCK
     row_multiple: int = 2
     kind: Literal["float", "int"] = "int"
+    takes_scale_amax: bool = True
 
     def problem(self, rows: int, columns: int) -> str | None:
         if rows % 2:
@@ -123,6 +135,10 @@ class _Int4(Codec):
     def max_error(self, w: Tensor, tensors: Mapping[str, Tensor], *, numerics: Numerics) -> Tensor:
         scale = tensors["weight_scale"].repeat_interleave(self.block, dim=-1)
         return integer.error_bound(w, scale)
+
+    def clipping_error(self, w: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        scale = tensors["weight_scale"].repeat_interleave(self.block, dim=-1)
+        return integer.clipping_bound(w, scale, integer.INT4_MAX)
 
     def part(self, tensors: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
         pairs = slice(rows.start // 2, rows.stop // 2)

@@ -1,0 +1,69 @@
+"""Choose NVFP4 block scales by the error of products, block by block.
+
+Shape suffixes: R rows, K columns, B blocks in a row, S = 16 elements of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Weight
+from modelopt_lite.calibrate.clip import quadratic
+from modelopt_lite.calibrate.mse import amax_of_scales, shared_amax
+from modelopt_lite.calibrate.peer import round_to_steps
+from modelopt_lite.calibrate.statistics import Kind
+from modelopt_lite.calibrate.sweep import best_block_scales
+from modelopt_lite.formats import fp8, nvfp4
+from modelopt_lite.formats.base import row_chunks
+
+
+class LocalHessian(Algorithm):
+    """Tries all E4M3 scales of a block: ``e @ H @ e`` of its error e, H the inputs' mean products.
+
+    That is the error of the products but for what blocks have in common.
+    """
+
+    kinds: frozenset[Kind] = frozenset({"blocks"})
+
+    def choose(self, weights: Sequence[Weight]) -> Choices:
+        """See `Algorithm`."""
+        shared = shared_amax(weights)
+        choices = {}
+        for weight in weights:
+            amax, w_RK = shared[weight.together], weight.read()
+            scale_2 = nvfp4.weight_scale_2(amax, numerics=self.numerics)
+            if weight.seen is None or weight.seen.blocks is None:
+                scale_RB = best_block_scales(w_RK, scale_2)
+            else:
+                hessian_BSS = weight.seen.blocks / weight.seen.count
+                scale_RB = best_scales_for_products(w_RK, scale_2, hessian_BSS)
+            choices[weight.key] = Choice(scale_amax=amax_of_scales(scale_RB, amax))
+        return choices
+
+
+def best_scales_for_products(w_RK: Tensor, scale_2: Tensor, hessian_BSS: Tensor) -> Tensor:
+    """Return the scale of each block under which products lose least, the least of equals.
+
+    Args:
+        w_RK: [R, K], K a multiple of 16, finite.
+        scale_2: float32 [] > 0, the scale of the matrix.
+        hessian_BSS: float32, positive semidefinite: the mean of ``x * x.T`` of blocks of inputs.
+
+    Returns:
+        float8_e4m3fn [R, B].
+    """
+    codes = torch.arange(1, 127, dtype=torch.uint8, device=w_RK.device)
+    steps = codes.view(fp8.DTYPE).float() * scale_2
+    best_codes = torch.ones((len(w_RK), len(hessian_BSS)), dtype=torch.uint8, device=w_RK.device)
+    for rows in row_chunks(w_RK):
+        w_RBS = w_RK[rows].float().view(-1, len(hessian_BSS), nvfp4.BLOCK)
+        best = torch.full(w_RBS.shape[:2], torch.inf, device=w_RK.device)
+        for code, step in zip(codes, steps, strict=True):
+            error_RBS = round_to_steps(w_RBS.view(-1, nvfp4.BLOCK), step).view(w_RBS.shape) - w_RBS
+            loss = quadratic(error_RBS, hessian_BSS)
+            best_codes[rows] = torch.where(loss < best, code, best_codes[rows])
+            best = torch.minimum(best, loss)
+    return best_codes.view(fp8.DTYPE)
