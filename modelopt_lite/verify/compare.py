@@ -75,18 +75,19 @@ def measure(export: Export, source: Source) -> Iterator[tuple[str, ErrorReport]]
 def check_errors(export: Export, source: Source) -> Iterator[Finding]:
     """Rule ``weight-error``: no value is further from its source than its format allows.
 
-    Weights that hold scales of their inputs are no nearer to the source: there it is a warning.
+    Where weights hold scales of their inputs, or were rounded for what products lose, they may be
+    further away: there it is a warning.
     """
-    smoothed = export.smoothed
+    searched = export.smoothed or export.method != "max"
     for name, report in measure(export, source):
         if math.isnan(report.worst) or report.worst > 1:
-            scaled = " (or scales of inputs that weights took up)" if smoothed else ""
+            scaled = " (or the search that chose its values)" if searched else ""
             yield Finding(
                 "weight-error",
                 f"{export.folder}: {name!r} is up to {report.worst:.3g} times as far from the "
                 f"source as its format allows (relative error {report.relative:.3g}); wrong "
                 f"scales or another source{scaled}, export again",
-                "warning" if smoothed else "error",
+                "warning" if searched else "error",
             )
 
 

@@ -128,12 +128,16 @@ class Export:
         """
         if any(part in (self.algo or "") for part in ("AWQ", "SVD", "SQ")):
             return True
+        return self.method in SMOOTHING
+
+    @property
+    def method(self) -> str:
+        """How the report of our own run says that scales were chosen; "max" where it is missing."""
         try:
             report = json.loads((self.folder / REPORT_FILE).read_text(encoding="utf-8"))
-            method = report["details"]["recipe"]["algorithm"]["method"]
+            return str(report["details"]["recipe"]["algorithm"]["method"])
         except (OSError, ValueError, KeyError, TypeError):
-            return False
-        return method in SMOOTHING
+            return "max"
 
     @property
     def ptq(self) -> PTQSpec:
