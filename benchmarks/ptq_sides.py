@@ -84,16 +84,21 @@ def oneshot(source: Path, out: Path, fmt: str, **options: Any) -> None:
     with phase("import"):
         from llmcompressor import oneshot as run
         from llmcompressor.modifiers.quantization import QuantizationModifier
+        from tokenizers import Tokenizer, models
         from torch.utils.data import DataLoader
+        from transformers import PreTrainedTokenizerFast
     with phase("load"):
         model = load(source)
     samples = [{"input_ids": row} for batch in batches(source) for row in batch]
+    # It wants a processor beside data that are tokens already, and the checkpoints have none.
+    words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     recipe = QuantizationModifier(targets="Linear", scheme=fmt.upper(), ignore=IGNORE)
     with phase("quantize"):
         run(
             model=model,
             dataset=DataLoader(samples, batch_size=BATCH),
             recipe=recipe,
+            processor=PreTrainedTokenizerFast(tokenizer_object=words),
             num_calibration_samples=SAMPLES,
             max_seq_length=LENGTH,
             **options,
