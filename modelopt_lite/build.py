@@ -171,12 +171,18 @@ def _sub_configs(config: Any) -> Iterator[Any]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' advice on training and kernels, which is not the user's to follow."""
+    """Silence transformers: its progress bars, and advice on training and kernels.
+
+    Neither is the user's to follow.
+    """
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()

@@ -264,19 +264,9 @@ def specs_list(*, as_json: AsJson = False) -> None:
 @specs_app.command("show")
 def specs_show(model_type: str, *, as_json: AsJson = False) -> None:
     """Show what is known about one model type."""
-    from modelopt_lite.models import get_spec, get_specs
     from modelopt_lite.report_view import facts_table
 
-    spec = get_spec(model_type)
-    if spec is None:
-        known = [spec.model_type for spec in get_specs()]
-        near = difflib.get_close_matches(model_type, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise SpecError(
-            f"no spec for model_type {model_type!r}{hint} (known: {', '.join(known)}); "
-            "models/README.md tells how to add one"
-        )
-    values = dataclasses.asdict(spec)
+    values = dataclasses.asdict(_known_spec(model_type))
     if as_json:
         _print_json(values)
         return
@@ -286,6 +276,51 @@ def specs_show(model_type: str, *, as_json: AsJson = False) -> None:
         if isinstance(value, dict):
             facts |= {f"  {field}": _plain(content) for field, content in value.items()}
     _show(facts_table(facts))
+
+
+def _known_spec(model_type: str) -> Any:
+    """Return a type's spec, or raise `SpecError` with the nearest name."""
+    from modelopt_lite.models import get_spec, get_specs
+
+    if (spec := get_spec(model_type)) is not None:
+        return spec
+    known = [spec.model_type for spec in get_specs()]
+    near = difflib.get_close_matches(model_type, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise SpecError(
+        f"no spec for model_type {model_type!r}{hint} (known: {', '.join(known)}); "
+        f"`modelopt-lite specs new {model_type}` writes a first draft"
+    )
+
+
+@specs_app.command("check")
+def specs_check(
+    types: Annotated[
+        list[str] | None, typer.Argument(help="Model types; default all.", metavar="[TYPE]...")
+    ] = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Hold specs to the installed transformers; exits with 1 where one is wrong.
+
+    For each spec the smallest models of its type are built, with random weights, and every field is
+    compared with them.
+    """
+    _set_up_torch()
+    import transformers
+
+    from modelopt_lite.doctor.check import check_specs
+    from modelopt_lite.doctor.view import check_data, check_table
+    from modelopt_lite.models import get_specs
+
+    specs = [_known_spec(t) for t in types] if types else get_specs()
+    checked = check_specs(specs)
+    if as_json:
+        _print_json(check_data(checked, transformers.__version__))
+    else:
+        _show(check_table(checked, transformers.__version__))
+    if any(one.status == "wrong" for one in checked):
+        raise typer.Exit(1)
 
 
 @recipes_app.command("list")

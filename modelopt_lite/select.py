@@ -131,7 +131,7 @@ def _stacked(source: str, info: TensorShape, storage: ExpertStorageSpec) -> list
     found = []
     for expert in range(info.shape[0]):
         for position, role in enumerate(roles):
-            region, shape = _slice_expert(info.shape, expert, position, len(roles), storage)
+            region, shape = slice_expert(info.shape, expert, position, len(roles), storage)
             found.append(
                 Candidate(
                     f"{container}.{expert}.{role}",
@@ -147,7 +147,7 @@ def _stacked(source: str, info: TensorShape, storage: ExpertStorageSpec) -> list
     return found
 
 
-def _slice_expert(
+def slice_expert(
     shape: tuple[int, ...], expert: int, position: int, count: int, storage: ExpertStorageSpec
 ) -> tuple[Region, tuple[int, int]]:
     """Region of one matrix in a stack, and its shape [R, K]."""

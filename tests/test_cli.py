@@ -44,6 +44,7 @@ FLAGS = {
         --activations --batch-size --device --json --max-tokens --no-activations --no-progress
         --progress --seq-len --text --trust-remote-code
     """,
+    "specs check": "--json",
     "specs list": "--json",
     "specs show": "--json",
     "recipes list": "--json",

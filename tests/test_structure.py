@@ -32,6 +32,7 @@ LAYERS = (
     ("export", "verify"),
     ("tensor_units",),
     ("plan",),
+    ("doctor",),
     ("cache_scales", "parts", "readers"),
     ("select", "build"),
     ("naming",),

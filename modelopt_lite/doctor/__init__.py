@@ -1,0 +1,1 @@
+"""Hold specs to the installed transformers, and write their first drafts."""

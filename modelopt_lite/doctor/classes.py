@@ -1,0 +1,172 @@
+"""Checks of class and module names: blocks, routers, shared experts, layers, towers."""
+
+from __future__ import annotations
+
+from modelopt_lite.doctor.anatomy import Block, layer_lists
+from modelopt_lite.doctor.instance import Instance
+from modelopt_lite.doctor.subject import Subject, listed
+from modelopt_lite.offload.patterns import match_part
+from modelopt_lite.offload.units import text_model
+
+
+def check_classes(subject: Subject) -> None:
+    """Hold the names of classes and modules to the models."""
+    for made in subject.instances:
+        _blocks(subject, made)
+        _layers(subject, made)
+    _unused_blocks(subject)
+    _routers(subject)
+    _shared(subject)
+    _unused_globs(subject)
+
+
+def _blocks(subject: Subject, made: Instance) -> None:
+    """Every mixture of experts must be matched, and nothing else."""
+    moe, found = subject.spec.moe_spec, subject.blocks[id(made)]
+    kinds = {type(block.module).__name__ for block in found}
+    if moe is None:
+        if found:
+            subject.wrong(
+                "moe_spec",
+                f"None, and {found[0].path} ({listed(kinds)}) holds {found[0].count} experts",
+                f"add MoESpec(block_names=({', '.join(map(repr, sorted(kinds)))},), ...)",
+            )
+        return
+    for block in found:
+        if moe.block_names and not moe.matches(block.module):
+            subject.wrong(
+                "moe_spec.block_names",
+                f"{moe.block_names} match no class of {block.path}, a "
+                f"{type(block.module).__name__} with {block.count} experts",
+                f"add {type(block.module).__name__!r}",
+            )
+    modules = {block.module for block in found}
+    for path, module in made.model.named_modules():
+        if moe.block_names and moe.matches(module) and module not in modules:
+            dense = " (its MRO has one of them)" if found else ""
+            subject.wrong(
+                "moe_spec.block_names",
+                f"{moe.block_names} match {path}, a {type(module).__name__}, which holds no "
+                f"experts beside a router{dense}",
+                f"name the class of the blocks: {listed(kinds)}",
+            )
+
+
+def _unused_blocks(subject: Subject) -> None:
+    moe = subject.spec.moe_spec
+    if moe is not None and not any(subject.blocks.values()):
+        subject.wrong(
+            "moe_spec",
+            "no model that could be built has a mixture of experts",
+            "remove moe_spec, or give instance_spec the config fields that switch experts on",
+        )
+
+
+def _routers(subject: Subject) -> None:
+    """The children of blocks that choose experts, and single gates, are the routers."""
+    moe = subject.spec.moe_spec
+    if moe is None:
+        return
+    names, seen = set(subject.ptq.router_names), set()
+    blocks = [block for _, block in subject.all_blocks()]
+    for block in blocks:
+        seen |= set(block.routers) & names
+        if missing := set(block.routers) - names:
+            subject.wrong(
+                "ptq_spec.router_names",
+                f"{subject.ptq.router_names} lack {listed(missing)} of {block.path} "
+                f"({type(block.module).__name__}), which chooses among {block.count} experts",
+                f"add {listed(map(repr, missing))}",
+            )
+    if blocks and (extra := names - seen):
+        subject.wrong(
+            "ptq_spec.router_names",
+            f"no block has a router called {listed(extra)}; there are "
+            f"{listed(name for block in blocks for name in block.routers)}",
+            f"remove {listed(map(repr, extra))}",
+        )
+
+
+def _shared(subject: Subject) -> None:
+    """What else a block holds that multiplies every token is a shared expert."""
+    if subject.spec.moe_spec is None:
+        return
+    names, seen, there = set(subject.storage.shared_expert_names), set(), set()
+    for _, block in subject.all_blocks():
+        others = set(_dense_children(block))
+        there |= others
+        seen |= {name for name in names if getattr(block.module, name, None) is not None}
+        if missing := others - names:
+            subject.wrong(
+                "expert_storage_spec.shared_expert_names",
+                f"{subject.storage.shared_expert_names} lack {listed(missing)} of {block.path}",
+                f"add {listed(map(repr, missing))}",
+            )
+    if extra := names - seen:
+        subject.wrong(
+            "expert_storage_spec.shared_expert_names",
+            f"no block has a child called {listed(extra)}; there are {listed(there)}",
+            f"remove {listed(map(repr, extra))}",
+        )
+
+
+def _dense_children(block: Block) -> list[str]:
+    """Children of a block that are an MLP of their own: with two or three linear layers."""
+    from torch import nn
+
+    if block.container in ("", None) or "layer" in type(block.module).__name__.casefold():
+        return []  # experts beside attention, on the decoder layer itself
+    first = block.container.split(".", 1)[0]
+    return [
+        name
+        for name, child in block.module.named_children()
+        if name not in (first, *block.routers)
+        and sum(isinstance(m, nn.Linear) for m in child.modules()) in (2, 3)
+    ]
+
+
+def _layers(subject: Subject, made: Instance) -> None:
+    """The classes of decoder layers match the layers of the text model, all of them."""
+    spec, names = subject.spec, subject.ptq.layer_names
+    if spec.ptq_spec is None:
+        return
+    inside = set(text_model(made.model).modules()) if made.kind == "causal LM" else None
+    lists = {
+        path: layers
+        for path, layers in layer_lists(made.model).items()
+        if inside is None or layers[0] in inside
+    }
+    kinds = {type(layer).__name__ for layers in lists.values() for layer in layers}
+    if not names:
+        subject.wrong("ptq_spec.layer_names", "()", f"give the classes: {listed(kinds)}")
+        return
+    found = subject.layers(made)
+    if not found:
+        subject.wrong(
+            "ptq_spec.layer_names",
+            f"{names} match no module of {type(made.model).__name__}",
+            f"name the class of the layers: {listed(kinds)}",
+        )
+        return
+    longest = max((layers for layers in lists.values()), key=len, default=())
+    missing = {type(m).__name__ for m in longest if m not in set(found.values())}
+    if missing and any(m in set(found.values()) for m in longest):
+        subject.wrong(
+            "ptq_spec.layer_names",
+            f"{names} lack {listed(missing)}, layers of {type(made.model).__name__}",
+            f"add {listed(map(repr, missing))}",
+        )
+    elif missing:
+        subject.wrong(
+            "ptq_spec.layer_names",
+            f"{names} match {listed(found)}, which are no decoder layers",
+            f"name the class of the layers: {listed(missing)}",
+        )
+
+
+def _unused_globs(subject: Subject) -> None:
+    """Globs that match nothing here may be of tensors that the loader ignores."""
+    names = {n for made in subject.instances for n, _ in made.model.named_modules()}
+    for glob in subject.ptq.skip_modules:
+        if not any(match_part(glob, name) for name in names):
+            subject.open(f"ptq_spec.skip_modules: {glob!r} matches no module of the built model")

@@ -1,0 +1,186 @@
+"""Checks of who reads what: linears that share an input, norms and their readers, keys and values.
+
+A module reads a tensor where its input lies at the tensor's address in a forward pass during which
+nothing was freed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from modelopt_lite.doctor.anatomy import child_of, norms_in
+from modelopt_lite.doctor.instance import Instance
+from modelopt_lite.doctor.subject import Subject, listed
+from modelopt_lite.models.specs import STRUCTURAL_PTQ
+
+Feeds = dict[str, frozenset[str]]
+
+
+def check_feeds(subject: Subject) -> None:
+    """Hold groups of linears, readers of norms, and key and value names to a forward pass."""
+    if subject.spec.ptq_spec is None:
+        return
+    for made in subject.instances:
+        if made.not_run:
+            subject.open(f"norm_feeds and fused_linears: no forward pass ({made.not_run})")
+    ran = [made for made in subject.instances if not made.not_run]
+    _groups(subject, ran)
+    _norms(subject, ran)
+    _keys_and_values(subject, ran)
+
+
+def siblings(root: nn.Module, group: tuple[str, ...]) -> list[tuple[str, list[Any]]]:
+    """Return (path, linears) of every module that has all members of a group as children."""
+    found: list[tuple[str, list[Any]]] = [
+        (path, [getattr(module, name, None) for name in group])
+        for path, module in root.named_modules()
+    ]
+    return [(path, ms) for path, ms in found if all(isinstance(m, nn.Linear) for m in ms)]
+
+
+def _groups(subject: Subject, ran: list[Instance]) -> None:
+    moe, groups = subject.spec.moe_spec, subject.ptq.fused_linears
+    pair = moe.gate_up_pair if moe is not None else None
+    for group in groups:
+        found = False
+        for made in ran:
+            for path, linears in siblings(made.model, group):
+                found = True
+                places = {made.inputs[m].data_ptr() for m in linears if m in made.inputs}
+                if len(places) > 1 or len({m.in_features for m in linears}) > 1:
+                    subject.wrong(
+                        "ptq_spec.fused_linears",
+                        f"{group} in {path} read different inputs",
+                        "take out the one that reads another input: they cannot share a scale",
+                    )
+        if not found and ran and group != pair:
+            subject.wrong(
+                "ptq_spec.fused_linears",
+                f"no module has all of {group} as children",
+                f"remove {group}, or correct its names",
+            )
+    if pair is not None and pair not in groups:
+        subject.wrong(
+            "ptq_spec.fused_linears",
+            f"{groups} lack the experts' {pair}, which engines join",
+            f"add {pair}",
+        )
+    for group in STRUCTURAL_PTQ.fused_linears:
+        layers = [m for made in ran for m in subject.layers(made).values()]
+        if group not in groups and any(siblings(layer, group) for layer in layers):
+            subject.wrong(
+                "ptq_spec.fused_linears",
+                f"{groups} lack {group}, which layers have and engines join",
+                f"add {group}",
+            )
+
+
+def readers_of_norms(subject: Subject, made: Instance, layer: nn.Module) -> Feeds:
+    """Return which linears, routers and experts of a layer read each norm's very output."""
+    norms = norms_in(layer)
+    chosen = _routers_and_experts(subject, made)
+    places = {made.outputs[m].data_ptr(): n for n, m in norms.items() if m in made.outputs}
+    seen: dict[str, set[str]] = {}
+    for name, module in layer.named_modules():
+        wanted = isinstance(module, nn.Linear) or module in chosen
+        if wanted and module in made.inputs and module not in set(norms.values()):
+            norm = places.get(made.inputs[module].data_ptr())
+            inner = any(name.startswith(f"{n}.") for n, m in layer.named_modules() if m in chosen)
+            if norm is not None and not inner:
+                seen.setdefault(norm, set()).add(name)
+    return {norm: frozenset(names) for norm, names in seen.items()}
+
+
+def _routers_and_experts(subject: Subject, made: Instance) -> set[nn.Module]:
+    found: set[nn.Module] = set()
+    for block in subject.blocks[id(made)]:
+        found |= {getattr(block.module, name) for name in block.routers}
+        if block.container and not block.experts:
+            found.add(child_of(block.module, block.container))
+    return found
+
+
+def _stated(subject: Subject, made: Instance, layer: nn.Module) -> Feeds:
+    """Apply ``norm_feeds`` to a layer: readers that it has, of the norm's width."""
+    stated: dict[str, set[str]] = {}
+    for norm, readers in subject.ptq.norm_feeds:
+        source = child_of(layer, norm)
+        for reader in readers:
+            module = child_of(layer, reader)
+            if source is None or not isinstance(module, nn.Module):
+                continue
+            if isinstance(module, nn.ModuleList):  # experts in a list read gathered copies
+                continue
+            if _width(subject, made, module) in (None, len(source.weight)):
+                stated.setdefault(norm, set()).add(reader)
+    return {norm: frozenset(names) for norm, names in stated.items()}
+
+
+def _width(subject: Subject, made: Instance, module: nn.Module) -> int | None:
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    return made.inputs[module].shape[-1] if module in made.inputs else None
+
+
+def _norms(subject: Subject, ran: list[Instance]) -> None:
+    unseen = {norm for norm, _ in subject.ptq.norm_feeds}
+    for made in ran:
+        for path, layer in subject.layers(made).items():
+            if layer not in made.inputs:
+                continue
+            seen, stated = readers_of_norms(subject, made, layer), _stated(subject, made, layer)
+            unseen -= set(stated) & set(norms_in(layer))
+            for norm in {*seen, *stated}:
+                _compare(subject, f"{path}.{norm}", norm, seen, stated)
+    if unseen and ran:
+        norms = {
+            n for made in ran for layer in subject.layers(made).values() for n in norms_in(layer)
+        }
+        subject.wrong(
+            "ptq_spec.norm_feeds",
+            f"no layer has a norm {listed(unseen)} with readers; there are {listed(norms)}",
+            "remove it, or correct its name",
+        )
+
+
+def _compare(subject: Subject, where: str, norm: str, seen: Feeds, stated: Feeds) -> None:
+    have, said = seen.get(norm, frozenset()), stated.get(norm, frozenset())
+    if have == said:
+        return
+    less = f"lacks {listed(have - said)}" if have - said else ""
+    more = f"names {listed(said - have)}, which do not read it" if said - have else ""
+    subject.wrong(
+        "ptq_spec.norm_feeds",
+        f"of {where}: {' and '.join(filter(None, (less, more)))}",
+        f"write ({norm!r}, {tuple(sorted(have))})",
+    )
+
+
+def _keys_and_values(subject: Subject, ran: list[Instance]) -> None:
+    """Attention that has keys and values of its own has them under the stated names."""
+    key, value = subject.ptq.key_value_names
+    attentions = [
+        (path, module)
+        for made in ran
+        for path, module in made.model.named_modules()
+        if module in made.inputs
+        and "attention" in type(module).__name__.casefold()
+        and any(path.startswith(f"{layer}.") for layer in subject.layers(made))
+    ]
+    bare = []
+    for path, module in attentions:
+        names = {n for n, m in module.named_children() if isinstance(m, nn.Linear)}
+        if {key, value} <= names:
+            return
+        latent = any(n.startswith(("kv_a", "kv_b")) for n in names)
+        if len(names) > 1 and not latent:
+            bare.append((path, names))
+    if bare:
+        path, names = bare[0]
+        subject.wrong(
+            "ptq_spec.key_value_names",
+            f"{subject.ptq.key_value_names}, and {path} has {listed(names)}",
+            "name the children that make keys and values",
+        )
