@@ -39,6 +39,7 @@ def quantize_and_export(
     dialect: str | Sequence[str] = "modelopt",
     numerics: Numerics = "exact",
     offload: Literal["auto", "none"] = "auto",
+    ep: int | None = None,
     device: str | torch.device | None = None,
     device_memory: Size | None = None,
     host_memory: Size | None = None,
@@ -72,6 +73,8 @@ def quantize_and_export(
             or several or "both" of one run, each in a folder of its name below ``export_dir``.
         numerics: "exact"; or "modelopt" for the bytes of NVIDIA Model Optimizer 0.47.
         offload: "auto" brings decoder layers in one at a time; "none" holds the whole model.
+        ep: Of several processes (torchrun), how many share the experts of a layer; default the
+            largest number that divides both theirs and that of the experts.
         device: Where the model runs; default the accelerator if there is one, else the CPU.
         device_memory: The most memory of weights, activations and results on the device: "80GB",
             bytes, or a fraction of what there is ("50%", 0.5); default the variable
@@ -112,6 +115,7 @@ def quantize_and_export(
         dialect=dialect,
         numerics=numerics,
         offload=offload,
+        ep=ep,
         device=device,
         device_memory=device_memory,
         host_memory=host_memory,

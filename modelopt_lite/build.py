@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,18 @@ from modelopt_lite.checkpoint.reader import cut_layer_types
 from modelopt_lite.errors import CheckpointError, RemoteCodeError, SpecError
 
 
-def build_meta_model(source: Path, config_json: dict[str, Any], *, trust_remote_code: bool) -> Any:
+def build_meta_model(
+    source: Path,
+    config_json: dict[str, Any],
+    *,
+    trust_remote_code: bool,
+    adapt: Callable[[Any], Any] | None = None,
+) -> Any:
     """Return the checkpoint's model with its parameters on the meta device.
 
     Buffers are real, so that those which no checkpoint holds (the frequencies of rotary position
-    embeddings, for one) have the values that the config gives them.
+    embeddings, for one) have the values that the config gives them. ``adapt`` may change the config
+    before.
 
     Raises:
         RemoteCodeError: The model's code comes with the checkpoint and was not trusted.
@@ -36,6 +43,8 @@ def build_meta_model(source: Path, config_json: dict[str, Any], *, trust_remote_
             f"the checkpoint {source} is an encoder-decoder ({config_json.get('model_type')!r}); "
             "only decoders, which predict the next token, can be calibrated: give one of these"
         )
+    if adapt is not None:
+        config = adapt(config)
     with quiet_transformers(), init_empty_weights(include_buffers=False):
         try:
             model = _instantiate(transformers, config, config_json, dtype, trust_remote_code)

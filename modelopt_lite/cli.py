@@ -151,13 +151,16 @@ def plan(
     as_json: AsJson = False,
     read_bandwidth: Bandwidth = "1GB",
     write_bandwidth: Bandwidth = "1GB",
+    world_size: Annotated[
+        int, typer.Option(help="Processes that would run it with torchrun; starts none.")
+    ] = 1,
 ) -> None:
     """Show what `quantize` with the same options would do; reads no weight, writes nothing."""
     from modelopt_lite.plan_view import plan_tables
     from modelopt_lite.preview import dry_run
 
     bandwidths = {"read_bandwidth": read_bandwidth, "write_bandwidth": write_bandwidth}
-    described = dry_run(ckpt, **bandwidths, **options.arguments())
+    described = dry_run(ckpt, world_size=world_size, **bandwidths, **options.arguments())
     if as_json:
         _print_json(described)
     else:

@@ -67,6 +67,10 @@ class RunOptions:
     offload: Annotated[
         str, _option(_RESOURCES, "auto: one decoder layer at a time; none: the whole model.")
     ] = "auto"
+    ep: Annotated[
+        int | None,
+        _option(_RESOURCES, "Of several processes (torchrun), how many share a layer's experts."),
+    ] = None
     device: Annotated[
         str | None, _option(_RESOURCES, "Where it runs; default the accelerator, or the CPU.")
     ] = None

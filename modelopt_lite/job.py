@@ -25,9 +25,11 @@ from modelopt_lite.export.translate import translate
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.models import get_spec
 from modelopt_lite.naming import UnclearNamesError, structure_from_names
-from modelopt_lite.offload.expert_parts import split_experts
+from modelopt_lite.offload.expert_parts import joined, split_experts
 from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.units import Unit
+from modelopt_lite.parallel.degrees import Degrees
+from modelopt_lite.parallel.spec import adapter
 from modelopt_lite.plan import Plan, make_plan
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.structure import Structure, TensorShape, structure_of
@@ -54,7 +56,8 @@ class Job:
     """What a run works on.
 
     ``model`` is None where the plan was made without one; ``also`` has the plans of further
-    dialects, written in the same run.
+    dialects, written in the same run. ``degrees`` says how experts are sharded over ranks, of which
+    this process is ``rank``; None for one process. A part has at most ``share`` experts then.
     """
 
     folder: Path
@@ -64,6 +67,21 @@ class Job:
     plan: Plan
     device: torch.device
     also: tuple[Plan, ...] = ()
+    degrees: Degrees | None = None
+    rank: int = 0
+    share: int = 0
+
+    @property
+    def own_units(self) -> list[Unit]:
+        """The plan's units but for the experts of other ranks."""
+        return [unit for unit in self.plan.units if self.owns(unit)]
+
+    def owns(self, unit: Unit) -> bool:
+        """Whether this rank brings a unit in: it is no part of the experts of another rank."""
+        if self.degrees is None or unit.parent is None or unit.experts is None:
+            return True
+        own = self.degrees.experts_of(self.rank, unit.count)
+        return unit.experts.start in own
 
     @property
     def plans(self) -> dict[str, Plan]:
@@ -106,7 +124,7 @@ class Job:
             largest = max(self.unit_sizes())
             return largest, 2 * largest
         store = self.store()
-        sizes = {unit: store.bytes_of(unit) for unit in self.plan.units}
+        sizes = {unit: store.bytes_of(unit) for unit in self.own_units}
         whole = sum(size for unit, size in sizes.items() if not unit.name)
         layer = max((size for unit, size in sizes.items() if unit.is_layer), default=0)
         return whole + max(sizes.values()), whole + max(2 * layer, *sizes.values())
@@ -127,16 +145,21 @@ class Job:
         """
         store = self.store()
         sizes = []
-        for layer in self.plan.units:
+        for layer in joined(self.plan.units):
             if not layer.is_layer or store.bytes_of(layer) <= room:
                 continue
             rest, *parts = split_experts(layer, self.model, self.plan.names, 1)
             if parts:
+                one = max(map(store.bytes_of, parts))
                 left = room - store.bytes_of(rest)
-                sizes.append(left // (2 * max(map(store.bytes_of, parts))))
+                if self.share and self.share * one <= left:
+                    continue
+                sizes.append(left // (2 * one))
         if not sizes:
             return None
         size = max(1, min(sizes))
+        if self.share:  # a part is one rank's
+            size = max(d for d in range(1, min(size, self.share) + 1) if self.share % d == 0)
         for plan in self.plans.values():
             split_layers(plan, self.model, size)
         return size
@@ -154,7 +177,7 @@ def split_layers(plan: Plan, model: nn.Module, size: int) -> None:
     taken = {m.entry for m in plan.matrices if m.stacked}
     units: list[Unit] = []
     part_of: dict[tuple[str, int | None], str] = {}
-    for unit in plan.units:
+    for unit in joined(plan.units):
         whole = not unit.is_layer or not taken.isdisjoint(unit.entries)
         parts = [unit] if whole else split_experts(unit, model, plan.names, size)
         units += parts
@@ -179,8 +202,11 @@ def prepare(
     trust_remote_code: bool,
     device: str | torch.device | None,
     dialects: Sequence[str] = (ModelOpt.name,),
+    sharded: bool = False,
 ) -> Job:
     """Read the source's headers, build its model without weights where it is needed, and plan.
+
+    With ``sharded`` the model is built as its `EPSpec` has it for sharded experts.
 
     Raises:
         ModelOptLiteError: Anything that can be known before a weight is read.
@@ -198,8 +224,12 @@ def prepare(
         except UnclearNamesError as error:
             notes.append(f"planned by the model in the installed transformers: {error}")
     if structure is None:
-        model = build_meta_model(folder, source.config, trust_remote_code=trust_remote_code)
-        structure = structure_of(model, tensor_shapes(source), get_spec(model_type))
+        spec = get_spec(model_type)
+        adapt = adapter(spec, folder, trust_remote_code=trust_remote_code) if sharded else None
+        model = build_meta_model(
+            folder, source.config, trust_remote_code=trust_remote_code, adapt=adapt
+        )
+        structure = structure_of(model, tensor_shapes(source), spec)
     plan = plan_for(structure, source, recipe, model_type, numerics, on_bad_shape)
     plan.notes += notes
     place = pick_device(device)

@@ -41,7 +41,10 @@ def plan_tables(plan: Mapping[str, Any]) -> RenderableType:
         **_schedule_facts(plan["schedule"]),
     }
     notes = [Text(f"note: {note}") for note in plan["notes"]]
-    return Group(facts_table(facts), _linears_table(plan["linears"]), *notes)
+    tables = [facts_table(facts), _linears_table(plan["linears"])]
+    if plan["parallel"] is not None:
+        tables.append(_ranks_table(plan["parallel"]))
+    return Group(*tables, *notes)
 
 
 def _prediction_facts(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -96,6 +99,22 @@ def _linears_table(linears: Mapping[str, Mapping[str, Any]]) -> Table:
         table.columns[index].no_wrap = True
     for (name, shape, what), count in _collapsed(linears).items():
         table.add_row(f"{count:,}", DottedName(name), shape, Text(what))
+    return table
+
+
+def _ranks_table(parallel: Mapping[str, Any]) -> Table:
+    ep, edp, layers = (parallel[key] for key in ("ep", "edp", "layers"))
+    table = Table(
+        *("rank", "experts of each layer", "host memory", "device memory", "reads"),
+        box=SIMPLE,
+        pad_edge=False,
+        title=f"ep {ep} x edp {edp}, {counted(layers, 'layer')} with routed experts",
+        title_justify="left",
+    )
+    for rank in parallel["ranks"]:
+        experts = (f"{first}-{stop - 1} of {n}" for n, (first, stop) in rank["experts"].items())
+        sizes = (rank["host"], rank["device"], rank["bytes_read"])
+        table.add_row(str(rank["rank"]), ", ".join(experts) or "none", *map(bytes_text, sizes))
     return table
 
 

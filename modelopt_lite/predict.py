@@ -294,7 +294,7 @@ def _streamed(job: Job) -> list[Unit]:
     head = output_head(job.model)
     quantized = {matrix.unit for matrix in job.plan.matrices}
     skipped = head[0] if head and head[0] not in quantized else None
-    order = expected_order(job.model, job.plan.units)
+    order = expected_order(job.model, job.own_units)
     return [unit for unit in order if unit.name != skipped]
 
 
@@ -329,6 +329,13 @@ def _staging(job: Job) -> int:
 def _bytes_read(job: Job) -> int:
     """Each stored tensor once; scales of the source's own inputs and cache stay unread."""
     source = job.source
-    if not isinstance(source, DequantizedSource):
-        return source.total_bytes
-    return source.total_bytes - sum(source.base.tensors[name].nbytes for name in source.dropped)
+    unread = dict.fromkeys(source.dropped) if isinstance(source, DequantizedSource) else {}
+    size = source.total_bytes
+    foreign = [unit for unit in job.plan.units if not job.owns(unit)]
+    if foreign:
+        store = job.store()
+        for name in (name for unit in foreign for name in store.sources_of(unit)):
+            parts = source.consumed.get(name) if isinstance(source, DequantizedSource) else None
+            unread |= dict.fromkeys(parts or (name,))
+    tensors = source.base.tensors if isinstance(source, DequantizedSource) else source.tensors
+    return size - sum(tensors[name].nbytes for name in unread)

@@ -14,6 +14,7 @@ from modelopt_lite.errors import CalibrationError, ModelOptLiteError, RecipeErro
 from modelopt_lite.predict import BANDWIDTH, Prediction
 from modelopt_lite.report import Report
 from modelopt_lite.request import Options, Request, make_request
+from modelopt_lite.sharding import experts_of_layers, shard
 
 
 def dry_run(
@@ -22,6 +23,7 @@ def dry_run(
     *,
     read_bandwidth: str | int = BANDWIDTH,
     write_bandwidth: str | int = BANDWIDTH,
+    world_size: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
     """Say what `quantize_and_export` with the same arguments would do.
@@ -33,6 +35,8 @@ def dry_run(
         model_type: Must equal that of config.json, where given.
         read_bandwidth: Of the source's disk, a second: "1.5GB", or bytes.
         write_bandwidth: Of the export's disk.
+        world_size: How many processes would run it; none is started. ``parallel`` in the result
+            then has the degrees, and the experts, memory and bytes of each rank.
         options: As `quantize_and_export` takes them, with the same defaults.
 
     Returns:
@@ -44,7 +48,8 @@ def dry_run(
     Raises:
         ModelOptLiteError: There is no plan: what is wrong, the value, and what to do.
     """
-    request = make_request(ckpt, Options(model_type=model_type, **options))
+    options_ = Options(model_type=model_type, **options)
+    request = make_request(ckpt, options_, world_size=world_size)
     notes: list[str] = []
     problems = list(_load_data(request, notes))
     reused = None
@@ -62,6 +67,7 @@ def dry_run(
     described["predicted"] = prediction.to_json(
         parse_size(read_bandwidth), parse_size(write_bandwidth)
     )
+    described["parallel"] = _parallel(request)
     described["reuses_export"] = reused is not None
     described["notes"] += notes + _reuse(request, reused)
     described["problems"] = [{"code": e.code, "message": str(e)} for e in problems]
@@ -134,6 +140,31 @@ def _describe(request: Request, prediction: Prediction) -> dict[str, Any]:
         "units": _units(request),
         "notes": [*plan.fallbacks, *dict.fromkeys(n for p in job.plans.values() for n in p.notes)],
     }
+
+
+def _parallel(request: Request) -> dict[str, Any] | None:
+    """Degrees, and what each rank holds and reads; None for one process."""
+    job = request.job
+    if (degrees := job.degrees) is None:
+        return None
+    counts = experts_of_layers(job)
+    ranks = []
+    for rank in range(degrees.world_size):
+        shard(job, degrees, rank)
+        with suppress(RecipeError):  # reported for the first rank, which takes as much
+            request.make_schedule()
+        predicted = request.prediction()
+        experts = {n: degrees.experts_of(rank, n) for n in dict.fromkeys(counts.values())}
+        ranks.append(
+            {
+                "rank": rank,
+                "experts": {str(n): [own.start, own.stop] for n, own in experts.items()},
+                "host": predicted.host_peak,
+                "device": predicted.device_peak,
+                "bytes_read": predicted.bytes_read,
+            }
+        )
+    return {"ep": degrees.ep, "edp": degrees.edp, "layers": len(counts), "ranks": ranks}
 
 
 def _units(request: Request) -> list[dict[str, Any]]:

@@ -43,6 +43,7 @@ from modelopt_lite.progress import Progress
 from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.report import REPORT_FILE, Report
 from modelopt_lite.run import run_details
+from modelopt_lite.sharding import degrees_for, shard
 from modelopt_lite.verify.source import check_sidecars
 
 
@@ -61,6 +62,7 @@ class Options:
     dialect: str | Sequence[str] = "modelopt"
     numerics: Numerics = "exact"
     offload: Literal["auto", "none"] = "auto"
+    ep: int | None = None
     device: str | torch.device | None = None
     device_memory: Size | None = None
     host_memory: Size | None = None
@@ -235,8 +237,10 @@ class Request:
             )
 
 
-def make_request(ckpt: str | Path, options: Options) -> Request:
-    """Check the options and plan the run.
+def make_request(
+    ckpt: str | Path, options: Options, *, world_size: int = 1, rank: int = 0
+) -> Request:
+    """Check the options and plan the run, or what one rank of several does of it.
 
     Raises:
         ModelOptLiteError: Anything that can be known without weights and calibration data.
@@ -257,7 +261,11 @@ def make_request(ckpt: str | Path, options: Options) -> Request:
         trust_remote_code=options.trust_remote_code,
         device=options.device,
         dialects=dialect_names(options.dialect),
+        sharded=world_size > 1 and options.ep != 1,
     )
+    degrees = degrees_for(job, world_size, options.ep)
+    if world_size > 1:
+        shard(job, degrees, rank)
     return Request(options, job, target, job.layout(shard_size))
 
 

@@ -7,7 +7,7 @@ layer. Experts are parts of stacked parameters (transformers 5), or modules of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,13 +45,13 @@ def split_experts(unit: Unit, model: nn.Module, names: NameMap, size: int) -> li
         count = model.get_parameter(entries[0]).shape[0]
         for start in range(0, count, size):
             rows = range(start, min(start + size, count))
-            parts.append(_part(unit, path, rows, entries, is_stacked=True))
+            parts.append(_part(unit, path, rows, count, entries, is_stacked=True))
     for path, by_index in single.items():
         count = len(by_index)
         for start in range(0, count, size):
             rows = range(start, min(start + size, count))
             inside = [entry for index in rows for entry in by_index[index]]
-            parts.append(_part(unit, path, rows, inside, is_stacked=False))
+            parts.append(_part(unit, path, rows, count, inside, is_stacked=False))
     if not parts:
         return [unit]
     taken = {entry for part in parts for entry in part.entries}
@@ -59,7 +59,22 @@ def split_experts(unit: Unit, model: nn.Module, names: NameMap, size: int) -> li
     return [rest, *parts]
 
 
-def _part(unit: Unit, path: str, rows: range, entries: list[str], *, is_stacked: bool) -> Unit:
+def joined(units: Sequence[Unit]) -> list[Unit]:
+    """Undo `split_experts` for many layers: each with all of their experts."""
+    of_parts: dict[str, dict[str, None]] = {}
+    for unit in units:
+        if unit.parent is not None:
+            of_parts.setdefault(unit.parent, {}).update(dict.fromkeys(unit.entries))
+    return [
+        replace(unit, entries=(*unit.entries, *of_parts.get(unit.name, {})))
+        for unit in units
+        if unit.parent is None
+    ]
+
+
+def _part(
+    unit: Unit, path: str, rows: range, count: int, entries: list[str], *, is_stacked: bool
+) -> Unit:
     return Unit(
         f"{path}[{rows.start}:{rows.stop}]",
         tuple(entries),
@@ -68,6 +83,7 @@ def _part(unit: Unit, path: str, rows: range, entries: list[str], *, is_stacked:
         experts=rows,
         container=path,
         is_stacked=is_stacked,
+        count=count,
     )
 
 

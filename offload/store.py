@@ -73,6 +73,12 @@ class WeightStore:
         """Return how many bytes of memory a unit's entries take."""
         return self._layout(unit)[2]
 
+    def sources_of(self, unit: Unit) -> list[str]:
+        """Return the tensors on disk that a unit is made of."""
+        groups, _, _ = self._layout(unit)
+        parts = [_of_experts(g, unit.experts) if unit.is_stacked else g for g in groups]
+        return [source for group in parts for source in group.sources]
+
     def kept_apart(self, unit: Unit) -> list[str]:
         """Return the tensors on disk that a loaded unit holds beside the entries made of them."""
         groups, places, _ = self._layout(unit)

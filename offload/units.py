@@ -25,6 +25,7 @@ class Unit:
         parent: Of a part: the unit that is in memory while the part comes and goes.
         experts: Of a part: which experts it holds, of those in ``container``.
         is_stacked: Of a part: ``entries`` hold all experts along their first axis.
+        count: Of a part: how many experts ``container`` has.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Unit:
     experts: range | None = None
     container: str = ""
     is_stacked: bool = False
+    count: int = 0
 
 
 def find_units(model: nn.Module, layer_names: Iterable[str]) -> list[Unit]:

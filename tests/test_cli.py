@@ -30,7 +30,7 @@ DATA_FREE = ("--recipe", "fp8_per_channel_per_token", "--no-progress")
 
 RUN_FLAGS = """
     --batch-size --calib-data --calib-seq-len --calib-size --device --device-memory --dialect
-    --disk-scratch --export-dir --host-memory --kv-cache --max-shard-size --model-type
+    --disk-scratch --ep --export-dir --host-memory --kv-cache --max-shard-size --model-type
     --moe-calibrate-all-experts --no-progress --no-resume --no-verify --numerics --offload
     --on-bad-shape --overwrite --progress --recipe --resume --seed --strict --trust-remote-code
     --verify -o -r
@@ -38,7 +38,7 @@ RUN_FLAGS = """
 FLAGS = {
     "": "--version",
     "quantize": RUN_FLAGS,
-    "plan": f"{RUN_FLAGS} --json --read-bandwidth --write-bandwidth",
+    "plan": f"{RUN_FLAGS} --json --read-bandwidth --world-size --write-bandwidth",
     "verify": "--source --json",
     "eval": """
         --activations --batch-size --device --json --max-tokens --no-activations --no-progress

@@ -1,0 +1,76 @@
+"""Divide the experts of a prepared run over ranks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from functools import reduce
+from math import gcd
+
+from modelopt_lite.errors import SpecError
+from modelopt_lite.job import Job, split_layers
+from modelopt_lite.offload.expert_parts import joined, split_experts
+from modelopt_lite.parallel.degrees import Degrees, choose_degrees
+from modelopt_lite.parallel.spec import check_plan, check_supported, whole_experts
+
+
+def experts_of_layers(job: Job) -> dict[str, int]:
+    """Return the containers of routed experts that can be sharded, and how many each has."""
+    if job.model is None:
+        return {}
+    parts = (
+        part
+        for unit in joined(job.plan.units)
+        if unit.is_layer
+        for part in split_experts(unit, job.model, job.plan.names, 1)[1:]
+    )
+    return {part.container: part.count for part in parts}
+
+
+def degrees_for(job: Job, world_size: int, ep: int | None) -> Degrees:
+    """Choose the degrees of a run.
+
+    Raises:
+        RecipeError: What the user asks for cannot be.
+        SpecError: The model's experts cannot be sharded.
+    """
+    if world_size == 1 and ep is None:
+        return Degrees(1, 1)
+    counts = experts_of_layers(job)
+    together = {m.experts: m.name for m in job.plan.matrices if m.experts} if job.model else {}
+    degrees = choose_degrees(world_size, reduce(gcd, counts.values(), 0), ep)
+    if ep == 1 or (degrees.ep == 1 and not together):
+        return degrees
+    spec = job.plan.spec
+    if degrees.ep > 1 or not counts:
+        version = importlib.metadata.version("transformers")
+        check_supported(spec, job.model_type, version)
+    if not counts:
+        raise SpecError(
+            f"the experts of {job.model_type!r} cannot be sharded: those of a layer are one tensor "
+            f"on disk or in the export ({next(iter(together.values()))}), or modules of their own; "
+            "run it in one process, or give ep=1 (--ep 1): every rank then holds all experts"
+        )
+    return degrees
+
+
+def shard(job: Job, degrees: Degrees, rank: int) -> None:
+    """Have a job bring in what one rank owns; may be called again for another rank.
+
+    Raises:
+        SpecError: The model's plan does not say that what would be sharded are experts.
+    """
+    job.degrees, job.rank = degrees, rank
+    if job.model is None:
+        return
+    if degrees.ep == 1:
+        held = whole_experts(job.plan.spec, (name for name, _ in job.model.named_parameters()))
+        if held:
+            job.plan.notes.append(
+                f"every rank holds all experts, {held[0]!r} among them: sharding was ruled out"
+            )
+        return
+    job.share = reduce(gcd, experts_of_layers(job).values()) // degrees.ep
+    for plan in job.plans.values():
+        split_layers(plan, job.model, job.share)
+    sharded = {entry for unit in job.plan.units if unit.experts for entry in unit.entries}
+    check_plan(job.model, job.plan.spec, sorted(sharded))
