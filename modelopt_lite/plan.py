@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from modelopt_lite.cache_scales import KVCacheScale, find_caches
+from modelopt_lite.calibrate.algorithms import check_formats
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.names import NameMap, Region, natural_key
 from modelopt_lite.dialects.base import Dialect
@@ -234,6 +235,7 @@ def make_plan(
         rows=readers.rows,
     )
     plan.unquantized = _unquantized_modules(plan, structure)
+    plan.notes += check_formats(recipe.algorithm, numerics, plan.formats)
     if spec is None:
         plan.fallbacks.append(
             f"no spec for model_type {model_type!r}: linear layers and experts were found by "

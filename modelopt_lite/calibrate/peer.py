@@ -19,6 +19,7 @@ from modelopt_lite.formats.linear import LinearFormat
 # Block scales under this count as one.
 _SMALLEST_STEP = 1e-5
 _SMALLEST_INTEGER_AMAX = 2.0**-24
+_SIMULATED = {(128, 4), (16, 4)}  # elements of a block, bits
 
 
 def fake_quantize_as_peer(w_RK: Tensor, fmt: LinearFormat, amax: Tensor | None = None) -> Tensor:
@@ -48,6 +49,14 @@ def _integers(w_NS: Tensor, amax_N1: Tensor) -> Tensor:
     factor = torch.where(nothing, 0.0, torch.full_like(amax_N1, 7.0) / amax_N1)
     code_NS = (w_NS.float() * factor).round_().clamp_(-8.0, 7.0)
     return code_NS / torch.where(nothing, 1.0, factor)
+
+
+def peer_problem(fmt: LinearFormat) -> str | None:
+    """Return why Model Optimizer's simulation does not know a format, None if it does."""
+    codec = fmt.codec
+    if codec.takes_scale_amax and (codec.block, codec.num_bits) in _SIMULATED:
+        return None
+    return 'numerics="modelopt" searches in INT4 and NVFP4 alone'
 
 
 def integer_factor(amax: Tensor, largest: float, *, exact: bool) -> Tensor:

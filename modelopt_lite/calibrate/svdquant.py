@@ -17,6 +17,7 @@ from modelopt_lite.calibrate.awq import AWQLite
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.calibrate.statistics import Kind
 from modelopt_lite.formats.base import Numerics
+from modelopt_lite.formats.linear import LinearFormat
 
 LORA_A, LORA_B = "svdquant_lora_a", "svdquant_lora_b"
 
@@ -34,6 +35,10 @@ class SVDQuant(Algorithm):
     def row_limit(self, site: Site) -> int | None:
         """See `Algorithm`."""
         return self._lite.row_limit(site)
+
+    def problem(self, fmt: LinearFormat) -> str | None:
+        """See `Algorithm`."""
+        return self._lite.problem(fmt)
 
     def choose(self, weights: Sequence[Weight]) -> Choices:
         """See `Algorithm`."""
