@@ -21,10 +21,11 @@ from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.formats.base import Numerics, TensorSpec
 from modelopt_lite.formats.cache import CACHE_FORMATS, CacheFormat
 from modelopt_lite.formats.linear import FORMATS, LinearFormat, get_format
+from modelopt_lite.formats.smoothed import PRE_QUANT_SCALE
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ModelSpec, PTQSpec, ptq_facts
 from modelopt_lite.offload.units import Unit
-from modelopt_lite.parts import PRE_QUANT_SCALE, factor_of, matrix_parts
+from modelopt_lite.parts import factor_of, matrix_parts
 from modelopt_lite.readers import Fold, Readers, find_readers, fused_group, input_group
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import (

@@ -18,8 +18,7 @@ from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.calibrate.statistics import Kind
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.linear import LinearFormat
-
-LORA_A, LORA_B = "svdquant_lora_a", "svdquant_lora_b"
+from modelopt_lite.formats.smoothed import LORA_A, LORA_B
 
 
 class SVDQuant(Algorithm):

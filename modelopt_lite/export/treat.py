@@ -14,7 +14,8 @@ from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.calibrate.statistics import Statistics
 from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.formats.linear import FORMATS
-from modelopt_lite.parts import PRE_QUANT_SCALE, factor_of
+from modelopt_lite.formats.smoothed import PRE_QUANT_SCALE
+from modelopt_lite.parts import factor_of
 from modelopt_lite.plan import Matrix, Plan
 from modelopt_lite.readers import Fold
 

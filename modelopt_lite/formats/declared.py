@@ -12,7 +12,7 @@ from modelopt_lite.formats.linear import FORMATS, LinearFormat
 
 MIXED = "MIXED_PRECISION"
 # Their weights lie on disk as those of NVFP4 do; other tensors come beside them.
-_NVFP4_BY_OTHER_NAMES = {"NVFP4_AWQ": "NVFP4", "NVFP4_SVD": "NVFP4"}
+OTHER_NAMES = {"NVFP4_AWQ": "NVFP4", "NVFP4_SVD": "NVFP4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Declared:
         """Return the formats that a module may have, the likeliest first; none that is unknown."""
         mixed = self.algo == MIXED
         algo = (self.layers or {}).get(module) if mixed else self.algo
-        algo = _NVFP4_BY_OTHER_NAMES.get(str(algo), algo)
+        algo = OTHER_NAMES.get(str(algo), algo)
         found = [f for f in FORMATS.values() if f.quant_algo.upper() == algo]
         if mixed:
             return tuple(found)
