@@ -34,6 +34,7 @@ from modelopt_lite.select import (
     apply_recipe,
     check_shapes,
     find_candidates,
+    regroup,
 )
 from modelopt_lite.structure import Structure, TensorShape
 
@@ -211,6 +212,7 @@ def make_plan(
     names = structure.names
     modules = (name.rpartition(".")[0] for name in tensors)
     candidates = apply_recipe(find_candidates(structure, tensors, spec), recipe, modules)
+    candidates, notes = regroup(candidates, recipe)
     candidates = _whole_groups(check_shapes(candidates, on_bad_shape, numerics), ptq)
     if all(c.skip for c in candidates) and (recipe.formats or cache is None):
         reasons = sorted({str(c.skip) for c in candidates})
@@ -234,6 +236,7 @@ def make_plan(
         units=list(structure.units),
         folds=readers.folds,
         rows=readers.rows,
+        notes=notes,
     )
     plan.unquantized = _unquantized_modules(plan, structure)
     plan.notes += check_formats(recipe.algorithm, numerics, plan.formats)

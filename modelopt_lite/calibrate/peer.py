@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from modelopt_lite.errors import InternalError
-from modelopt_lite.formats import e2m1, fp8
+from modelopt_lite.formats import e2m1, fp8, nvfp4
 from modelopt_lite.formats.base import E2M1_MAX, E4M3_MAX
 from modelopt_lite.formats.linear import LinearFormat
 
 # Block scales under this count as one.
 _SMALLEST_STEP = 1e-5
 _SMALLEST_INTEGER_AMAX = 2.0**-24
-_SIMULATED = {(128, 4), (16, 4)}  # elements of a block, bits
 
 
 def fake_quantize_as_peer(w_RK: Tensor, fmt: LinearFormat, amax: Tensor | None = None) -> Tensor:
@@ -54,7 +53,8 @@ def _integers(w_NS: Tensor, amax_N1: Tensor) -> Tensor:
 def peer_problem(fmt: LinearFormat) -> str | None:
     """Return why Model Optimizer's simulation does not know a format, None if it does."""
     codec = fmt.codec
-    if codec.takes_scale_amax and (codec.block, codec.num_bits) in _SIMULATED:
+    integers = codec.kind == "int" and codec.block is not None
+    if codec.takes_scale_amax and (integers or codec.block == nvfp4.BLOCK):
         return None
     return 'numerics="modelopt" searches in INT4 and NVFP4 alone'
 
