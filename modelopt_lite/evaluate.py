@@ -255,7 +255,9 @@ def _run(
     """Run all batches in lockstep; return the summed loss of each, in nats."""
     bound_caches()
     model, store = job.model, job.store()
-    watch = InputWatch(rounding.visit if rounding else lambda site, x, batched: None)
+    watch = InputWatch(lambda site, x, batched: None)
+    if rounding is not None:
+        watch = InputWatch(rounding.visit, rounding.amend)
     watched = rounding.entries if rounding else set()
     units = job.plan.units
     done: set[str] = set()
@@ -266,6 +268,8 @@ def _run(
 
     def leaving(loaded: Loaded, give_back: Callable[[], None]) -> None:
         give_back()
+        if rounding is not None:
+            rounding.forget(loaded.unit.entries)
         done.add(loaded.unit.name)
         tell(f"unit {loaded.unit.name}", len(done), len(units))
 

@@ -6,12 +6,9 @@ from functools import cache
 
 import torch
 
-from modelopt_lite.calibrate.svdquant import LORA_A, LORA_B
 from modelopt_lite.formats.base import Numerics, TensorSpec
 from modelopt_lite.formats.linear import FORMATS
-
-PRE_QUANT_SCALE = "pre_quant_scale"
-_PEER_PREFIX = "weight_quantizer._"  # what Model Optimizer writes before the names of factors
+from modelopt_lite.formats.smoothed import FACTORS, LORA_A, LORA_B, PEER_PREFIX, PRE_QUANT_SCALE
 
 
 @cache  # most matrices of a model are alike, and then share one tuple
@@ -40,7 +37,7 @@ def matrix_parts(
     specs = (*specs, TensorSpec(PRE_QUANT_SCALE, kept, (width,)))
     if not rank:
         return specs
-    prefix = _PEER_PREFIX if numerics == "modelopt" else ""
+    prefix = PEER_PREFIX if numerics == "modelopt" else ""
     return (
         *specs,
         TensorSpec(f"{prefix}{LORA_A}", kept, (*lead, rank, width)),
@@ -50,5 +47,5 @@ def matrix_parts(
 
 def factor_of(suffix: str) -> str | None:
     """Return which of SVDQuant's factors a tensor of the export is; None for any other."""
-    name = suffix.removeprefix(_PEER_PREFIX)
-    return name if name in (LORA_A, LORA_B) else None
+    name = suffix.removeprefix(PEER_PREFIX)
+    return name if name in FACTORS else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from modelopt_lite.cache_scales import KVCacheScale, find_caches
+from modelopt_lite.calibrate.algorithms import check_formats
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.names import NameMap, Region, natural_key
 from modelopt_lite.dialects.base import Dialect
@@ -20,10 +21,11 @@ from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.formats.base import Numerics, TensorSpec
 from modelopt_lite.formats.cache import CACHE_FORMATS, CacheFormat
 from modelopt_lite.formats.linear import FORMATS, LinearFormat, get_format
+from modelopt_lite.formats.smoothed import PRE_QUANT_SCALE
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ModelSpec, PTQSpec, ptq_facts
 from modelopt_lite.offload.units import Unit
-from modelopt_lite.parts import PRE_QUANT_SCALE, factor_of, matrix_parts
+from modelopt_lite.parts import factor_of, matrix_parts
 from modelopt_lite.readers import Fold, Readers, find_readers, fused_group, input_group
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import (
@@ -32,6 +34,7 @@ from modelopt_lite.select import (
     apply_recipe,
     check_shapes,
     find_candidates,
+    regroup,
 )
 from modelopt_lite.structure import Structure, TensorShape
 
@@ -209,6 +212,7 @@ def make_plan(
     names = structure.names
     modules = (name.rpartition(".")[0] for name in tensors)
     candidates = apply_recipe(find_candidates(structure, tensors, spec), recipe, modules)
+    candidates, notes = regroup(candidates, recipe)
     candidates = _whole_groups(check_shapes(candidates, on_bad_shape, numerics), ptq)
     if all(c.skip for c in candidates) and (recipe.formats or cache is None):
         reasons = sorted({str(c.skip) for c in candidates})
@@ -232,8 +236,10 @@ def make_plan(
         units=list(structure.units),
         folds=readers.folds,
         rows=readers.rows,
+        notes=notes,
     )
     plan.unquantized = _unquantized_modules(plan, structure)
+    plan.notes += check_formats(recipe.algorithm, numerics, plan.formats)
     if spec is None:
         plan.fallbacks.append(
             f"no spec for model_type {model_type!r}: linear layers and experts were found by "

@@ -233,7 +233,7 @@ class _NormFolding:
             return ([c], []) if c.shape[-1] == width else ([], [])
         if path in self._experts:
             members = self._experts[path]
-            if any(self._width(c) != width for c in members):
+            if any(c.width != width for c in members):
                 return [], []
             known = {c.source for c in members}
             left = [name for name in self._inside[path] if name not in known]
@@ -242,9 +242,6 @@ class _NormFolding:
         if tensor is not None and len(tensor.shape) == 2 and tensor.shape[1] == width:
             return [], [f"{path}.weight"]
         return ([], []) if tensor is not None or path not in self._holding else None
-
-    def _width(self, c: Candidate) -> int:
-        return c.shape[-2] if c.stacked and c.input_major else c.shape[-1]
 
     def _is_no_reader(self, name: str) -> bool:
         role = name.removesuffix(".weight").rpartition(".")[2]

@@ -7,6 +7,7 @@ cannot be known that way is an error or a stated reason, never a guess.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -58,6 +59,11 @@ class Candidate:
     role: str = ""
     skip: str | None = None
     format: str = ""
+
+    @property
+    def width(self) -> int:
+        """Its inputs, K."""
+        return self.shape[-2] if self.stacked and self.input_major else self.shape[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +273,45 @@ def _format_of(module: str, recipe: Recipe) -> tuple[str, str | None]:
     return (name, None) if name != NO_FORMAT else ("", left)
 
 
+def regroup(candidates: list[Candidate], recipe: Recipe) -> tuple[list[Candidate], list[str]]:
+    """Give INT4 formats the groups that the recipe asks for.
+
+    Where it gives several sizes, all matrices have the first that divides the inputs of each; where
+    none does, the first, whose matrices `check_shapes` then names.
+
+    Returns:
+        The matrices, and notes on what was taken instead of the first.
+
+    Raises:
+        RecipeError: No format of the recipe has groups of another size.
+    """
+    if not recipe.group_size:
+        return candidates, []
+    grouped = [c for c in candidates if c.skip is None and FORMATS[c.format].codec.any_block]
+    if not grouped:
+        fixed = ", ".join(recipe.formats) or "none"
+        raise RecipeError(
+            f"the recipe {recipe.name!r} asks for group_size {list(recipe.group_size)}, and no "
+            f"matrix has a format whose groups may have another size (formats: {fixed}); leave "
+            "group_size out, or take int4_weight_only or w4a8_awq"
+        )
+    widths = {c.width: c for c in reversed(grouped)}
+    taken = next((s for s in recipe.group_size if not any(w % s for w in widths)), None)
+    notes = []
+    if taken not in (None, recipe.group_size[0]):
+        width, c = next((w, c) for w, c in widths.items() if w % recipe.group_size[0])
+        notes.append(
+            f"groups of {taken} instead of {recipe.group_size[0]}, which does not divide the "
+            f"{width} inputs of {c.name}"
+        )
+    size = taken or recipe.group_size[0]
+    names = {c.name for c in grouped}
+    return [
+        replace(c, format=FORMATS[c.format].with_group_size(size).name) if c.name in names else c
+        for c in candidates
+    ], notes
+
+
 def check_shapes(
     candidates: list[Candidate], on_bad_shape: str, numerics: Numerics
 ) -> list[Candidate]:
@@ -293,9 +338,17 @@ def check_shapes(
             f"{counted(len(problems), 'matrix does', 'matrices do')} not fit the format: "
             f"{'; '.join(problems[:5])}{more}; "
             'use on_bad_shape="skip" (--on-bad-shape skip) to leave them unquantized, exclude them '
-            "in the recipe, or choose another format"
+            f"in the recipe, or choose another format{_smaller_groups(candidates)}"
         )
     return checked
+
+
+def _smaller_groups(candidates: Iterable[Candidate]) -> str:
+    """Say which groups INT4 formats could have, where other sizes would fit."""
+    taken = [c for c in candidates if c.skip is None and FORMATS[c.format].codec.any_block]
+    common = math.gcd(*(c.width for c in taken)) if taken else 0
+    fitting = [size for size in (128, 64, 32, 16, 8) if common and common % size == 0]
+    return f" or group_size: {fitting[0]}" if fitting else ""
 
 
 def _check_includes(found: list[Candidate], recipe: Recipe) -> None:

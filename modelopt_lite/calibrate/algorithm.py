@@ -110,6 +110,10 @@ class Algorithm(ABC):
         """Return how many rows to keep at a site, None for all."""
         return None
 
+    def problem(self, fmt: LinearFormat) -> str | None:
+        """Return why there is nothing to choose in a format, or no way to; None if there is."""
+        return None
+
     @abstractmethod
     def choose(self, weights: Sequence[Weight]) -> Choices:
         """Return what becomes of each of a group of matrices that read the same tensor."""

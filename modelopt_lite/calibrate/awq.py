@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from modelopt_lite.calibrate.algorithm import Algorithm, Choices, Weight
 from modelopt_lite.calibrate.observe import Site
-from modelopt_lite.calibrate.peer import fake_quantize_as_peer
+from modelopt_lite.calibrate.peer import fake_quantize_as_peer, peer_problem
 from modelopt_lite.calibrate.smoothing import (
     MAX_SCALE,
     MIN_SCALE,
@@ -23,6 +23,7 @@ from modelopt_lite.calibrate.smoothing import (
 )
 from modelopt_lite.calibrate.statistics import Kind
 from modelopt_lite.formats.base import Numerics
+from modelopt_lite.formats.linear import LinearFormat
 
 # Rows kept to compare scales by: a layer's, and an expert's, of which there are many.
 _ROWS = 2048
@@ -48,6 +49,10 @@ class AWQLite(Algorithm):
         if self.numerics == "modelopt":
             return None
         return _ROWS if site.expert is None else _EXPERT_ROWS
+
+    def problem(self, fmt: LinearFormat) -> str | None:
+        """See `Algorithm`."""
+        return peer_problem(fmt) if self.numerics == "modelopt" else None
 
     def choose(self, weights: Sequence[Weight]) -> Choices:
         """See `Algorithm`."""

@@ -17,9 +17,10 @@ from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Step, 
 from modelopt_lite.calibrate.awq import AWQLite
 from modelopt_lite.calibrate.mse import shared_amax
 from modelopt_lite.calibrate.observe import Site
-from modelopt_lite.calibrate.peer import fake_quantize_as_peer
+from modelopt_lite.calibrate.peer import fake_quantize_as_peer, peer_problem
 from modelopt_lite.calibrate.statistics import Kind, Seen
 from modelopt_lite.formats.base import Numerics, row_chunks
+from modelopt_lite.formats.linear import LinearFormat
 
 _ROWS = 1024
 _EXPERT_ROWS = 256
@@ -44,6 +45,13 @@ class AWQClip(Algorithm):
         if self.numerics == "modelopt":
             return None
         return _ROWS if site.expert is None else _EXPERT_ROWS
+
+    def problem(self, fmt: LinearFormat) -> str | None:
+        """See `Algorithm`."""
+        codec = fmt.codec
+        if not codec.takes_scale_amax or codec.block is None:
+            return "it has neither INT4 blocks nor an NVFP4 scale of the whole to clip by"
+        return peer_problem(fmt) if self.numerics == "modelopt" else None
 
     def choose(self, weights: Sequence[Weight]) -> Choices:
         """See `Algorithm`."""
@@ -131,6 +139,10 @@ class AWQFull(Algorithm):
     def row_limit(self, site: Site) -> int | None:
         """See `Algorithm`."""
         return self._lite.row_limit(site)
+
+    def problem(self, fmt: LinearFormat) -> str | None:
+        """See `Algorithm`."""
+        return self._clip.problem(fmt)
 
     def choose(self, weights: Sequence[Weight]) -> Choices:
         """See `Algorithm`."""

@@ -16,6 +16,7 @@ from modelopt_lite.calibrate.peer import integer_factor, round_to_steps
 from modelopt_lite.calibrate.statistics import Kind
 from modelopt_lite.formats import base, nvfp4
 from modelopt_lite.formats.base import Numerics
+from modelopt_lite.formats.linear import LinearFormat
 
 RoundColumn = Callable[[Tensor, int], Tensor]
 
@@ -33,6 +34,12 @@ class GPTQ(Algorithm):
         super().__init__(numerics)
         self._damp = perc_damp
         self._columns = block_size
+
+    def problem(self, fmt: LinearFormat) -> str | None:
+        """See `Algorithm`."""
+        if fmt.codec.takes_scale_amax:
+            return None
+        return "GPTQ rounds to INT4, INT8 and NVFP4 under scales that stay as they are"
 
     def choose(self, weights: Sequence[Weight]) -> Choices:
         """See `Algorithm`."""

@@ -15,9 +15,10 @@ from modelopt_lite.calibrate.clip import quadratic
 from modelopt_lite.calibrate.mse import amax_of_scales, shared_amax
 from modelopt_lite.calibrate.peer import round_to_steps
 from modelopt_lite.calibrate.statistics import Kind
-from modelopt_lite.calibrate.sweep import best_block_scales
+from modelopt_lite.calibrate.sweep import best_block_scales, sweep_problem
 from modelopt_lite.formats import fp8, nvfp4
 from modelopt_lite.formats.base import row_chunks
+from modelopt_lite.formats.linear import LinearFormat
 
 
 class LocalHessian(Algorithm):
@@ -27,6 +28,10 @@ class LocalHessian(Algorithm):
     """
 
     kinds: frozenset[Kind] = frozenset({"blocks"})
+
+    def problem(self, fmt: LinearFormat) -> str | None:
+        """See `Algorithm`."""
+        return sweep_problem(fmt)
 
     def choose(self, weights: Sequence[Weight]) -> Choices:
         """See `Algorithm`."""

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Weight
 from modelopt_lite.calibrate.peer import round_to_steps, static_steps
-from modelopt_lite.calibrate.sweep import best_block_scales
+from modelopt_lite.calibrate.sweep import best_block_scales, sweep_problem
 from modelopt_lite.formats import base, nvfp4
 from modelopt_lite.formats.base import E4M3_MAX, Numerics, row_chunks
 from modelopt_lite.formats.codecs.base import Codec
+from modelopt_lite.formats.linear import LinearFormat
 
 
 class MeanSquaredError(Algorithm):
@@ -44,13 +45,21 @@ class MeanSquaredError(Algorithm):
         count = math.ceil((stop_multiplier - start_multiplier) / step_size) + 1
         self._multipliers = torch.linspace(start_multiplier, stop_multiplier, count).tolist()
 
+    def problem(self, fmt: LinearFormat) -> str | None:
+        """See `Algorithm`."""
+        if self._sweep:
+            return sweep_problem(fmt)
+        if fmt.codec.takes_scale_amax:
+            return None
+        return "its scales follow from the largest magnitudes, whatever the error"
+
     def choose(self, weights: Sequence[Weight]) -> Choices:
         """See `Algorithm`."""
         shared = shared_amax(weights)
         choices = {}
         for weight in weights:
             w_RK, amax = weight.read(), shared[weight.together]
-            if self._sweep and weight.format.codec.sweeps:
+            if self._sweep:
                 scale_2 = nvfp4.weight_scale_2(amax, numerics=self.numerics)
                 scale_RB = best_block_scales(w_RK, scale_2)
                 chosen = amax_of_scales(scale_RB, amax)

@@ -50,18 +50,22 @@ class Site:
 
 
 Visit = Callable[[Site, Tensor, bool], Tensor | None]
+Amend = Callable[[Site, Tensor, Tensor, Tensor, bool], Tensor]
 
 
 class InputWatch(TorchFunctionMode):
     """Calls ``visit(site, x, batched)`` before each product ``x @ weight`` of a watched parameter.
 
     ``x`` is ``[..., K]``; ``batched`` says that it is ``[E, ..., K]``, one slice per expert of a
-    stacked parameter. What ``visit`` returns, unless None, takes the place of ``x``.
+    stacked parameter. What ``visit`` returns, unless None, takes the place of ``x``; then
+    ``amend(site, x, changed, product, batched)``, where given, returns what takes the place of the
+    product [..., R].
     """
 
-    def __init__(self, visit: Visit) -> None:
+    def __init__(self, visit: Visit, amend: Amend | None = None) -> None:
         super().__init__()
         self._visit = visit
+        self._amend = amend
         self._watched = WeakTensorKeyDictionary()
         self._paused: set[str] = set()
 
@@ -89,8 +93,7 @@ class InputWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _PRODUCTS:
-            args, kwargs = self._product(name, args, kwargs)
-            return func(*args, **kwargs)
+            return self._product(func, name, args, kwargs)
         result = func(*args, **kwargs)
         if args and (name in _PARTS or name in _SAME_WEIGHT):
             self._follow(name, args, kwargs, result)
@@ -101,26 +104,31 @@ class InputWatch(TorchFunctionMode):
         return site if site is not None and site.entry not in self._paused else None
 
     def _product(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         at, weight_at = _PRODUCTS[name]
         weight = args[weight_at] if len(args) > weight_at else kwargs.get("weight")
         site = self._site(weight)
         if site is None or weight is None:
-            return args, kwargs
+            return func(*args, **kwargs)
         x = args[at] if len(args) > at else kwargs["input"]
         batched = weight.ndim == 3 and site.expert is None
         if batched:  # a product broadcasts x over the experts, and may have more axes before them
-            axes = (*x.shape[:-3], len(weight), *x.shape[-2:])
-            changed = self._visit(site, x.expand(axes).movedim(-3, 0), True)
-            changed = None if changed is None else changed.movedim(0, -3)
-        else:
-            changed = self._visit(site, x, False)
+            x = x.expand(*x.shape[:-3], len(weight), *x.shape[-2:]).movedim(-3, 0)
+        changed = self._visit(site, x, batched)
         if changed is None:
-            return args, kwargs
+            return func(*args, **kwargs)
+        given = changed.movedim(0, -3) if batched else changed
         if len(args) > at:
-            return (*args[:at], changed, *args[at + 1 :]), kwargs
-        return args, {**kwargs, "input": changed}
+            args = (*args[:at], given, *args[at + 1 :])
+        else:
+            kwargs = {**kwargs, "input": given}
+        product = func(*args, **kwargs)
+        if self._amend is None:
+            return product
+        if not batched:
+            return self._amend(site, x, changed, product, False)
+        return self._amend(site, x, changed, product.movedim(-3, 0), True).movedim(0, -3)
 
     def _follow(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

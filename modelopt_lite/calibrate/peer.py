@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modelopt_lite.errors import InternalError
-from modelopt_lite.formats import e2m1, fp8
+from modelopt_lite.formats import e2m1, fp8, nvfp4
 from modelopt_lite.formats.base import E2M1_MAX, E4M3_MAX
 from modelopt_lite.formats.linear import LinearFormat
 
@@ -48,6 +48,15 @@ def _integers(w_NS: Tensor, amax_N1: Tensor) -> Tensor:
     factor = torch.where(nothing, 0.0, torch.full_like(amax_N1, 7.0) / amax_N1)
     code_NS = (w_NS.float() * factor).round_().clamp_(-8.0, 7.0)
     return code_NS / torch.where(nothing, 1.0, factor)
+
+
+def peer_problem(fmt: LinearFormat) -> str | None:
+    """Return why Model Optimizer's simulation does not know a format, None if it does."""
+    codec = fmt.codec
+    integers = codec.kind == "int" and codec.block is not None
+    if codec.takes_scale_amax and (integers or codec.block == nvfp4.BLOCK):
+        return None
+    return 'numerics="modelopt" searches in INT4 and NVFP4 alone'
 
 
 def integer_factor(amax: Tensor, largest: float, *, exact: bool) -> Tensor:

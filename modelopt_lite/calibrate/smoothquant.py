@@ -19,6 +19,7 @@ from modelopt_lite.calibrate.smoothing import (
 )
 from modelopt_lite.calibrate.statistics import Kind
 from modelopt_lite.formats.base import Numerics
+from modelopt_lite.formats.linear import LinearFormat
 
 # Channels whose inputs are smaller carry nothing, and would get an endless scale.
 _NOTHING = 2.0**-31
@@ -35,6 +36,10 @@ class SmoothQuant(Algorithm):
     def __init__(self, numerics: Numerics, *, alpha: float) -> None:
         super().__init__(numerics)
         self._alpha = alpha
+
+    def problem(self, fmt: LinearFormat) -> str | None:
+        """See `Algorithm`."""
+        return None if fmt.inputs.rounds else "it leaves inputs as they are, so none need smoothing"
 
     def choose(self, weights: Sequence[Weight]) -> Choices:
         """See `Algorithm`."""

@@ -17,8 +17,8 @@ from modelopt_lite.calibrate.awq import AWQLite
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.calibrate.statistics import Kind
 from modelopt_lite.formats.base import Numerics
-
-LORA_A, LORA_B = "svdquant_lora_a", "svdquant_lora_b"
+from modelopt_lite.formats.linear import LinearFormat
+from modelopt_lite.formats.smoothed import LORA_A, LORA_B
 
 
 class SVDQuant(Algorithm):
@@ -34,6 +34,10 @@ class SVDQuant(Algorithm):
     def row_limit(self, site: Site) -> int | None:
         """See `Algorithm`."""
         return self._lite.row_limit(site)
+
+    def problem(self, fmt: LinearFormat) -> str | None:
+        """See `Algorithm`."""
+        return self._lite.problem(fmt)
 
     def choose(self, weights: Sequence[Weight]) -> Choices:
         """See `Algorithm`."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from modelopt_lite.formats import fp8, nvfp4
 from modelopt_lite.formats.base import E2M1_MAX, E4M3_MAX, block_amax, row_chunks
+from modelopt_lite.formats.linear import LinearFormat
 
 _CODES = 126  # E4M3 codes 1 to 126 are its positive finite numbers, in their order
 _OCTAVE = 8  # codes from a normal number to its double
@@ -27,6 +28,13 @@ _ALL_HALVES = 16  # from this code on the half of every number is one
 _ONE_BIT = -0x400000  # sign, exponent and the first bit of the mantissa of a float32
 _HALF_OF_BIT = 0x200000
 _MAGIC = 1.5 * 2.0**22  # added and taken away, rounds a float32 to a multiple of 0.5
+
+
+def sweep_problem(fmt: LinearFormat) -> str | None:
+    """Return why the block scales of a format cannot be swept, None if they can."""
+    if fmt.codec.sweeps:
+        return None
+    return f"it has no E4M3 scales of {nvfp4.BLOCK} elements that can each be any number"
 
 
 def best_block_scales(w_RK: Tensor, scale_2: Tensor) -> Tensor:

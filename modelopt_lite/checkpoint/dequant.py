@@ -1,10 +1,10 @@
 """Present an already quantized checkpoint as plain tensors, decoded one at a time.
 
 Read: block FP8 as DeepSeek stores it, FP8 with a scale per tensor or per row (transformers,
-modelopt), MXFP4 as gpt-oss stores it, every format of ``FORMATS`` in the modelopt dialect, and in
-that of compressed-tensors FP8, NVFP4, MXFP4, MXFP8, and integers of 4 and 8 bits, packed or not;
-our own exports are among them. Any other quantized source is refused while only headers have been
-read.
+modelopt), MXFP4 as gpt-oss stores it, every format of ``FORMATS`` in the modelopt dialect, with
+scales of input channels and low-rank factors or without, and in that of compressed-tensors FP8,
+NVFP4, MXFP4, MXFP8, and integers of 4 and 8 bits, packed or not; our own exports are among them.
+Any other quantized source is refused while only headers have been read.
 
 Sources: transformers 5.14.1 ``integrations/{finegrained_fp8,mxfp4}.py`` for the first and the
 third; the package compressed-tensors 0.20.1; Model Optimizer 0.47's exports.
@@ -16,6 +16,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,7 @@ from modelopt_lite.checkpoint.layouts import (
     QUANT_KEYS,
     Encoded,
     Integers,
+    check_beside,
     decoded_shape,
     find_layouts,
     find_quantization,
@@ -41,6 +43,7 @@ from modelopt_lite.dialects.compressed_tensors import CompressedTensors
 from modelopt_lite.errors import CheckpointError, NonFiniteError
 from modelopt_lite.formats import fp8, fp8_block, mxfp4, packed
 from modelopt_lite.formats.linear import FORMATS
+from modelopt_lite.formats.smoothed import unsmoothed
 from modelopt_lite.words import counted
 
 _MODEL_DTYPES = {
@@ -79,7 +82,7 @@ class DequantizedSource:
         self.config: dict[str, Any] = _without_quantization(base.config)
         self.dtype = model_dtype(base.config)
         self.encoded: dict[str, Encoded] = dict(self._layouts())
-        self.consumed = {name: (e.codes, *e.scales) for name, e in self.encoded.items()}
+        self.consumed = {name: (e.codes, *e.others) for name, e in self.encoded.items()}
         self.dropped: dict[str, str] = {}
         self.tensors: dict[str, TensorInfo] = self._present()
 
@@ -165,11 +168,22 @@ class DequantizedSource:
             check_out(out, info)
         codes = self.base.read(encoded.codes)
         scales = [self.base.read(scale) for scale in encoded.scales]
-        value = _decode(info, encoded, codes, scales)
+        if encoded.smoothing is None and not encoded.factors:
+            value = _decode(info, encoded, codes, scales)
+        else:
+            whole = _decode(replace(info, dtype=torch.float32), encoded, codes, scales)
+            stack = whole.ndim == 3  # [E, in, out]: what stays a stack in this dialect is one
+            value = unsmoothed(whole, *self.beside(name), input_major=stack).to(info.dtype)
         if out is None:
             return value.contiguous()
         out.detach().copy_(value.reshape(out.shape))
         return out
+
+    def beside(self, name: str) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """Read the scale of input channels and the factors of a decoded tensor; see `Encoded`."""
+        encoded = self.encoded[name]
+        scale = None if encoded.smoothing is None else self.base.read(encoded.smoothing)
+        return scale, tuple(self.base.read(factor) for factor in encoded.factors)
 
     def _layouts(self) -> Iterator[tuple[str, Encoded]]:
         if self.quantization.get("quant_method") == CompressedTensors.name:
@@ -178,7 +192,7 @@ class DequantizedSource:
 
     def _present(self) -> dict[str, TensorInfo]:
         decoded = {encoded.codes: name for name, encoded in self.encoded.items()}
-        scales = {scale for encoded in self.encoded.values() for scale in encoded.scales}
+        scales = {scale for encoded in self.encoded.values() for scale in encoded.others}
         tensors = {}
         for stored, info in self.base.tensors.items():
             if stored in decoded:
@@ -189,6 +203,7 @@ class DequantizedSource:
                         "one tensor; remove one of them"
                     )
                 shape = decoded_shape(self.base, self.encoded[name])
+                check_beside(self.base, self.encoded[name], shape)
                 tensors[name] = TensorInfo(name, self.dtype, shape, info.file, info.start, info.end)
             elif _INPUT_SCALE.search(stored):
                 self.dropped[stored] = "activation scale of the source's own quantization"

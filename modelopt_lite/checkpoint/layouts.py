@@ -18,12 +18,16 @@ from modelopt_lite.checkpoint.reader import Checkpoint, read_json
 from modelopt_lite.dialects.base import Dialect
 from modelopt_lite.dialects.modelopt import ModelOpt
 from modelopt_lite.errors import CheckpointError, UnsupportedSourceError
-from modelopt_lite.formats.declared import MIXED, Declared, is_turned, same_shape
+from modelopt_lite.formats.declared import MIXED, OTHER_NAMES, Declared, is_turned, same_shape
 from modelopt_lite.formats.linear import FORMATS, LinearFormat
+from modelopt_lite.formats.smoothed import FACTORS, PEER_PREFIX, PRE_QUANT_SCALE
 
 QUANT_KEYS = ("quantization_config", "compression_config")
 MXFP4_BLOCKS = "mxfp4_blocks"
-_MODELOPT_ALGOS = {None, MIXED, *(fmt.quant_algo.upper() for fmt in FORMATS.values())}
+_MODELOPT_ALGOS = {
+    *(None, MIXED, *OTHER_NAMES),
+    *(fmt.quant_algo.upper() for fmt in FORMATS.values()),
+}
 # What the shape of the scale was already compared for, when the format was chosen.
 _CHECKED = {"fp8_block", "fp8", "fp8_per_channel_per_token"}
 MODELOPT = ModelOpt()
@@ -68,6 +72,10 @@ class Encoded:
         turned: A stack [E, in, out] whose blocks run along ``in``.
         integers: How ``integers`` are stored.
         dialect: Reads the tensors of a format of ``FORMATS``.
+        smoothing: Name on disk of the scale of its input channels, by which the codes' values are
+            multiplied; None without one.
+        factors: Names on disk of low-rank factors ``a`` and ``b``, whose product ``b @ a`` is added
+            to the codes' values before that; empty without any.
         served: What an engine makes of inputs, too; None where the config states no format of ours.
     """
 
@@ -78,7 +86,15 @@ class Encoded:
     turned: bool = False
     integers: Integers | None = None
     dialect: Dialect = MODELOPT
+    smoothing: str | None = None
+    factors: tuple[str, ...] = ()
     served: LinearFormat | None = None
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """What it is made of besides the codes."""
+        smoothing = () if self.smoothing is None else (self.smoothing,)
+        return (*self.scales, *smoothing, *self.factors)
 
 
 def find_quantization(base: Checkpoint) -> dict[str, Any] | None:
@@ -111,7 +127,7 @@ def unsupported(base: Checkpoint, what: str) -> UnsupportedSourceError:
     return UnsupportedSourceError(
         f"{base.path}: the source is quantized with {what}, which cannot be decoded exactly; give "
         "the original checkpoint, or one in FP8, MXFP4 (gpt-oss), or a format of the modelopt or "
-        "compressed-tensors dialect without smoothing"
+        "compressed-tensors dialect"
     )
 
 
@@ -228,7 +244,33 @@ def _modelopt_layouts(base: Checkpoint, declared: Declared) -> Iterator[tuple[st
                     f"{base.path}: tensor {codes!r} lacks {second!r}; restore the scale tensor"
                 )
         turned = is_turned(fmt, stored.shape, info.shape, input_major=True)
-        yield codes, Encoded(fmt.name, codes, tuple(names), turned=turned, served=fmt)
+        smoothing, factors = _beside(base, codes)
+        yield (
+            codes,
+            Encoded(
+                fmt.name,
+                codes,
+                tuple(names),
+                turned=turned,
+                smoothing=smoothing,
+                factors=factors,
+                served=fmt,
+            ),
+        )
+
+
+def _beside(base: Checkpoint, codes: str) -> tuple[str | None, tuple[str, ...]]:
+    """Return the names of the scale of input channels, and of the factors, that codes have."""
+    stem = f"{codes.removesuffix('.weight')}{'.' if codes.endswith('.weight') else '_'}"
+    smoothing = f"{stem}{PRE_QUANT_SCALE}"
+    named = ([f"{stem}{prefix}{factor}" for factor in FACTORS] for prefix in ("", PEER_PREFIX))
+    factors = next((names for names in named if not base.tensors.keys().isdisjoint(names)), [])
+    for name in factors:
+        if name not in base.tensors:
+            raise CheckpointError(
+                f"{base.path}: tensor {codes!r} lacks {name!r}; restore the factor"
+            )
+    return smoothing if smoothing in base.tensors else None, tuple(factors)
 
 
 def _modelopt_format(
@@ -294,3 +336,26 @@ def decoded_shape(base: Checkpoint, encoded: Encoded) -> tuple[int, ...]:
             "again"
         )
     return decoded
+
+
+def check_beside(base: Checkpoint, encoded: Encoded, shape: tuple[int, ...]) -> None:
+    """Check the shapes of what stands beside codes against the shape that they decode to.
+
+    Raises:
+        CheckpointError: One does not fit.
+    """
+    *lead, rows, columns = (*shape[:-2], shape[-1], shape[-2]) if len(shape) == 3 else shape
+    wanted: dict[str, tuple[int, ...]] = {}
+    if encoded.smoothing is not None:
+        wanted[encoded.smoothing] = (columns,)
+    if encoded.factors:
+        a, b = encoded.factors
+        rank = (base.tensors[a].shape or (0,))[-2:][0]
+        wanted |= {a: (*lead, rank, columns), b: (*lead, rows, rank)}
+    for name, fitting in wanted.items():
+        found = base.tensors[name]
+        if found.shape != fitting or not found.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{base.path}: {name!r} {found.dtype} {list(found.shape)} does not fit the matrix "
+                f"{list(shape)} that it belongs to; save the checkpoint again"
+            )

@@ -127,7 +127,7 @@ class CompressedTensors(Dialect):
         if layout.in_words:
             columns = parts["weight"].shape[1] * (packed.WORD // layout.bits)
             codes = packed.unpack(parts["weight"], columns, layout.bits)
-            parts["weight"] = _in_pairs(codes) if fmt.codec == integer_codecs.INT4 else codes
+            parts["weight"] = _in_pairs(codes) if fmt.codec.any_block else codes
         scale = parts["weight_scale"]
         if scale.dtype in (torch.bfloat16, torch.float16):
             scale = scale.float()
@@ -224,7 +224,7 @@ def _stored_shape(
 
 def _codes(fmt: LinearFormat, weight: Tensor) -> Tensor:
     """Codes of a matrix, int8 [R, K]; two rows of INT4 share a byte before."""
-    if fmt.codec != integer_codecs.INT4:
+    if not fmt.codec.any_block:
         return weight
     pairs = weight.view(torch.int8)
     return torch.stack([(pairs << 4) >> 4, pairs >> 4], dim=1).view(-1, weight.shape[1])

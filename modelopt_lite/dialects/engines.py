@@ -59,6 +59,11 @@ _LOADED: Mapping[tuple[str, str], tuple[str, ...]] = {
     ),
     (CompressedTensors.name, "transformers"): tuple(FORMATS),
 }
+# Other sizes of groups that an engine's kernels have.
+_GROUPS: Mapping[tuple[str, str], tuple[int, ...]] = {
+    (CompressedTensors.name, "vLLM"): (32, 64),
+    (CompressedTensors.name, "transformers"): tuple(2**n for n in range(3, 11)),
+}
 # The rule by which an engine refuses all formats of a dialect that are not listed above.
 _REFUSING: Mapping[tuple[str, str], str] = {
     (ModelOpt.name, "vLLM"): "quant_method modelopt knows no quant_algo {algo}",
@@ -81,10 +86,13 @@ def verdict(engine: str, dialect: str, fmt: LinearFormat, *, experts: bool = Fal
         fmt: The format.
         experts: The model has experts in that format, not only linear layers.
     """
-    if experts and (dialect, engine) == _JOINING and fmt.name not in _JOINED:
+    if experts and (dialect, engine) == _JOINING and fmt.family not in _JOINED:
         return Verdict("refused", "transformers 5 joins experts, and decompresses words alone")
-    if fmt.name in _LOADED.get((dialect, engine), ()):
+    listed = fmt.family in _LOADED.get((dialect, engine), ())
+    if listed and (fmt.name == fmt.family or fmt.group_size in _GROUPS.get((dialect, engine), ())):
         return _LOADS
+    if listed:
+        return Verdict("unknown", f"groups of {fmt.group_size} were not tried")
     if (rule := _REFUSING.get((dialect, engine))) is None:
         return _UNKNOWN
     known = {FORMATS[name].quant_algo for name in _NVFP4}

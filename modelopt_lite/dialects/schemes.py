@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from modelopt_lite.formats import fp8_block, inputs, mxfp4, nvfp4
 from modelopt_lite.formats.codecs import fp4, fp8, integer
 from modelopt_lite.formats.codecs.base import Codec
-from modelopt_lite.formats.integer import BLOCK as INT4_BLOCK
-from modelopt_lite.formats.linear import FORMATS, LinearFormat
+from modelopt_lite.formats.linear import FORMATS, LinearFormat, fits_groups
 
 _PACKED = {"weight": "weight_packed"}
 _NVFP4 = {**_PACKED, "weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale"}
@@ -75,7 +74,7 @@ _LAYOUTS: dict[Codec, Layout] = {
     integer.INT4: Layout(
         format="pack-quantized",
         bits=4,
-        arguments={"strategy": "group", "group_size": INT4_BLOCK},
+        arguments={"strategy": "group", "group_size": integer.INT4.block},
         suffixes=_PACKED,
         in_words=True,
     ),
@@ -117,9 +116,16 @@ _INPUTS: dict[str, dict[str, Any]] = {
 
 def layout_of(fmt: LinearFormat) -> Layout | None:
     """Return how weights of a format are kept, None where they cannot be."""
-    if fmt.codec == integer.INT8 and not fmt.inputs.rounds:
+    codec = fmt.codec
+    if codec == integer.INT8 and not fmt.inputs.rounds:
         return _INT8_WORDS
-    return _LAYOUTS.get(fmt.codec)
+    if codec.any_block and codec == integer.INT4.with_block(codec.block or 0):
+        return replace(_LAYOUTS[integer.INT4], arguments=_groups_of(codec.block))
+    return _LAYOUTS.get(codec)
+
+
+def _groups_of(size: int | None) -> dict[str, Any]:
+    return {"strategy": "group", "group_size": size}
 
 
 def arguments(fmt: LinearFormat) -> dict[str, Any]:
@@ -146,7 +152,11 @@ class Scheme:
     @property
     def known(self) -> LinearFormat | None:
         """The format of ours that it describes; None where it describes none."""
-        for fmt in FORMATS.values():
+        size = self.weights.get("group_size")
+        for base in FORMATS.values():
+            fmt = base
+            if base.codec.any_block and isinstance(size, int) and fits_groups(size):
+                fmt = base.with_group_size(size)
             layout = layout_of(fmt)
             if layout is None or self.format not in (None, layout.format):
                 continue

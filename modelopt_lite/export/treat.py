@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from graphlib import TopologicalSorter
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.calibrate.statistics import Statistics
 from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.formats.linear import FORMATS
-from modelopt_lite.parts import PRE_QUANT_SCALE, factor_of
+from modelopt_lite.formats.smoothed import PRE_QUANT_SCALE
+from modelopt_lite.parts import factor_of
 from modelopt_lite.plan import Matrix, Plan
 from modelopt_lite.readers import Fold
 
@@ -53,14 +55,19 @@ class Treated:
         for matrix in matrices:
             groups.setdefault(matrix.reads, []).append(matrix)
         peers = _amax_of_experts(matrices, statistics) if plan.numerics == "modelopt" else {}
-        for group, members in groups.items():
-            weights = [w for m in members for w in _weights(m, values, statistics, peers)]
-            choices = algorithm.choose(weights)
+        self._reads = {m.name: m.reads for m in matrices}
+        smooths = plan.recipe.algorithm.smooths  # then a group has one scale, and no problems
+        # Rows that take up a scale are searched as they will be, so that scale comes before.
+        searched = self._with_rows(values) if plan.numerics == "exact" else values
+        for group in _in_order(groups, plan.rows, self._reads):
+            weights = [w for m in groups[group] for w in _weights(m, searched, statistics, peers)]
+            left = [w.key for w in weights if not smooths and algorithm.problem(w.format)]
+            choices = algorithm.choose([w for w in weights if w.key not in left])
+            choices.update((key, Choice()) for key in left)
             self._choices.update(choices)
             scale = choices[weights[0].key].pre_quant_scale
             if scale is not None:
                 self._scales[group] = scale
-        self._reads = {m.name: m.reads for m in matrices}
 
     def weight(self, matrix: Matrix, value: Tensor) -> Tensor:
         """Return a matrix [R, K], or a stack as on disk, as it is quantized."""
@@ -130,10 +137,21 @@ class Treated:
         """Whether inputs are multiplied by scales."""
         return bool(self._scales)
 
+    def _rows(self, name: str) -> Tensor | None:
+        """Return the scale [R, 1] that the rows of a matrix take up."""
+        after = self._plan.rows.get(name)
+        return self._scales[self._reads[after]].view(-1, 1) if after in self._reads else None
+
+    def _with_rows(self, values: Values) -> Values:
+        def scaled(matrix: Matrix) -> Tensor:
+            value, rows = values(matrix), self._rows(matrix.name)
+            return value if rows is None else (value.float() * rows.float()).to(value.dtype)
+
+        return scaled
+
     def _applied(self, name: str, expert: int | None, value: Tensor) -> Tensor:
         choice: Choice = self._choices[name, expert]
-        after = self._plan.rows.get(name)
-        rows = self._scales[self._reads[after]].view(-1, 1) if after in self._reads else None
+        rows = self._rows(name)
         if rows is not None and self._plan.numerics == "exact":  # rounded once, with what follows
             value = value.float() * rows.float()
         for number, step in enumerate(choice.steps):
@@ -141,6 +159,17 @@ class Treated:
             if rows is not None and number == 0 and self._plan.numerics == "modelopt":
                 value = value * rows
         return value
+
+
+def _in_order(
+    groups: Iterable[str], rows: Mapping[str, str], reads: Mapping[str, str]
+) -> list[str]:
+    """Return groups, each behind those whose scales the rows of its matrices take up."""
+    first: dict[str, set[str]] = {group: set() for group in groups}
+    for matrix, after in rows.items():
+        if matrix in reads and after in reads:
+            first[reads[matrix]].add(reads[after])
+    return list(TopologicalSorter(first).static_order())
 
 
 Peers = Mapping[tuple[str | None, str], Tensor]

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from modelopt_lite.formats.linear import FORMATS, LinearFormat
+from modelopt_lite.formats.linear import FORMATS, LinearFormat, fits_groups
 
 MIXED = "MIXED_PRECISION"
 # Their weights lie on disk as those of NVFP4 do; other tensors come beside them.
-_NVFP4_BY_OTHER_NAMES = {"NVFP4_AWQ": "NVFP4", "NVFP4_SVD": "NVFP4"}
+OTHER_NAMES = {"NVFP4_AWQ": "NVFP4", "NVFP4_SVD": "NVFP4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Declared:
         algo: ``quant_algo``, None without one.
         layers: Module -> its ``quant_algo``, where there are several formats.
         group_size: Elements that share a block scale, None where it is not said.
+        sizes: Module -> the same, where there are several formats.
         inputs: Whether inputs are quantized, None where it is not said.
     """
 
@@ -30,6 +31,7 @@ class Declared:
     layers: Mapping[str, str] | None = None
     group_size: int | None = None
     inputs: bool | None = None
+    sizes: Mapping[str, int] | None = None
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> Declared:
@@ -49,6 +51,11 @@ class Declared:
             },
             group_size=size if isinstance(size, int) else None,
             inputs=any(g.get("input_activations") for g in given) if given else None,
+            sizes={
+                name: entry["group_size"]
+                for name, entry in layers.items()
+                if isinstance(entry, dict) and isinstance(entry.get("group_size"), int)
+            },
         )
 
     @property
@@ -60,8 +67,11 @@ class Declared:
         """Return the formats that a module may have, the likeliest first; none that is unknown."""
         mixed = self.algo == MIXED
         algo = (self.layers or {}).get(module) if mixed else self.algo
-        algo = _NVFP4_BY_OTHER_NAMES.get(str(algo), algo)
+        algo = OTHER_NAMES.get(str(algo), algo)
         found = [f for f in FORMATS.values() if f.quant_algo.upper() == algo]
+        size = (self.sizes or {}).get(module) if mixed else self.group_size
+        if size is not None and fits_groups(size):
+            found = [f.with_group_size(size) if f.codec.any_block else f for f in found]
         if mixed:
             return tuple(found)
 

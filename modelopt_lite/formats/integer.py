@@ -1,10 +1,10 @@
-"""INT8 and INT4: integers times a float32 scale, one for a row or for 128 neighbours in a row.
+"""INT8 and INT4: integers times a float32 scale, one for a row or for a group of its neighbours.
 
 A value is ``code * scale``, the scale maps the largest magnitude to 127 or to 7; -128 and -8 are
-reached only by values past it. Two INT4 codes of neighbouring rows
-share a byte, in two's complement, the even row in the low nibble.
+reached only by values past it. Two INT4 codes of neighbouring rows share a byte, in two's
+complement, the even row in the low nibble.
 
-Shape suffixes: R rows, K columns, B = K / 128 blocks in a row, P = R / 2 rows of bytes.
+Shape suffixes: R rows, K columns, B groups in a row, P = R / 2 rows of bytes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from modelopt_lite.formats.base import (
 INT8_MAX = 127.0
 INT4_MAX = 7.0
 BLOCK = 128
+"""Neighbours of an INT4 group, where nothing else is said."""
 
 # 1.5 * 2**23 plus a float32 of at most 2**22 is rounded to an integer, ties to even, whose two's
 # complement then is in the low bits of the sum.
@@ -79,22 +80,24 @@ def dequantize_int8(
     return out
 
 
-def block_amax(w_RK: Tensor) -> Tensor:
-    """Return the largest magnitude of each 128 neighbours in a row, float32 [R, B]; NaN stays.
+def block_amax(w_RK: Tensor, block: int = BLOCK) -> Tensor:
+    """Return the largest magnitude of ``block`` neighbours in a row, float32 [R, B]; NaN stays.
 
     Raises:
-        ShapeError: K is not a multiple of 128.
+        ShapeError: K is not a multiple of ``block``.
     """
-    _check_blocks(w_RK)
-    rows = [amax_along(_blocks(w_RK[part]), -1) for part in row_chunks(w_RK)]
-    return torch.cat(rows) if rows else w_RK.new_empty((0, w_RK.shape[1] // BLOCK)).float()
+    if w_RK.ndim != 2 or w_RK.shape[1] % block:
+        raise _unfit(w_RK, f"a multiple of {block}")
+    count = w_RK.shape[1] // block
+    rows = [amax_along(_blocks(w_RK[part], count), -1) for part in row_chunks(w_RK)]
+    return torch.cat(rows) if rows else w_RK.new_empty((0, count)).float()
 
 
 def quantize_int4(w_RK: Tensor, scale_RB: Tensor) -> Tensor:
     """Round ``w / scale`` to integers in -8 .. 7, to nearest, ties to even; pack pairs of rows.
 
     Args:
-        w_RK: [R, K], R even, K a multiple of 128, bfloat16, float16 or float32, finite. Read, never
+        w_RK: [R, K], R even, K a multiple of B, bfloat16, float16 or float32, finite. Read, never
             written; any strides.
         scale_RB: float32 [R, B] > 0, ``scale_from_amax`` of ``block_amax``.
 
@@ -102,9 +105,11 @@ def quantize_int4(w_RK: Tensor, scale_RB: Tensor) -> Tensor:
         uint8 [P, K], within ``error_bound``.
 
     Raises:
-        ShapeError: R is odd, or K is not a multiple of 128.
+        ShapeError: R is odd, or K is not a multiple of B.
     """
-    _check_blocks(w_RK)
+    count = scale_RB.shape[-1]
+    if w_RK.ndim != 2 or not count or w_RK.shape[1] % count:
+        raise _unfit(w_RK, f"{count} groups of one size")
     if w_RK.shape[0] % 2:
         raise ShapeError(
             f"INT4 packs two rows in a byte, got {w_RK.shape[0]} rows; leave this module "
@@ -114,7 +119,7 @@ def quantize_int4(w_RK: Tensor, scale_RB: Tensor) -> Tensor:
     scratch = _scratch(w_RK, 2)
     for rows in row_chunks(w_RK, 2):
         quotient = _filled(scratch, w_RK[rows])
-        _blocks(quotient).div_(scale_RB[rows].unsqueeze(-1))
+        _blocks(quotient, count).div_(scale_RB[rows].unsqueeze(-1))
         even, odd = _rounded(quotient, INT4_MAX).view(-1, 2, w_RK.shape[1]).unbind(1)
         packed[_pairs(rows)].copy_((even & 15).bitwise_or_(odd << 4))  # keeps the low byte
     return packed
@@ -129,7 +134,7 @@ def dequantize_int4(
     for rows in row_chunks(out, 2):
         part = codes_PK[_pairs(rows)]
         value = torch.stack([(part << 4) >> 4, part >> 4], dim=1).float()
-        _blocks(value.view(out[rows].shape)).mul_(scale_RB[rows].unsqueeze(-1))
+        _blocks(value.view(out[rows].shape), scale_RB.shape[-1]).mul_(scale_RB[rows].unsqueeze(-1))
         out[rows].copy_(value.view(out[rows].shape))
     return out
 
@@ -179,8 +184,8 @@ def _filled(scratch: Tensor, part_RK: Tensor) -> Tensor:
     return scratch[: part_RK.numel()].view(part_RK.shape).copy_(part_RK)
 
 
-def _blocks(t_RK: Tensor) -> Tensor:
-    blocks: Tensor = t_RK.unflatten(-1, (-1, BLOCK))
+def _blocks(t_RK: Tensor, count: int) -> Tensor:
+    blocks: Tensor = t_RK.unflatten(-1, (count, -1))
     return blocks
 
 
@@ -188,12 +193,11 @@ def _pairs(rows: slice) -> slice:
     return slice(rows.start // 2, rows.stop // 2)
 
 
-def _check_blocks(w_RK: Tensor) -> None:
-    if w_RK.ndim != 2 or w_RK.shape[1] % BLOCK:
-        raise ShapeError(
-            f"INT4 needs a matrix whose columns are a multiple of {BLOCK}, got shape "
-            f"{list(w_RK.shape)}; leave this module unquantized"
-        )
+def _unfit(w_RK: Tensor, wanted: str) -> ShapeError:
+    return ShapeError(
+        f"INT4 needs a matrix whose columns are {wanted}, got shape {list(w_RK.shape)}; take "
+        "another group_size, or leave this module unquantized"
+    )
 
 
 def _rounded(quotient: Tensor, largest: float) -> Tensor:

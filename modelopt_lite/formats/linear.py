@@ -8,9 +8,8 @@ each case.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +20,14 @@ from modelopt_lite.formats.base import Numerics, TensorSpec, row_chunks
 from modelopt_lite.formats.codecs import fp4, fp8, integer
 from modelopt_lite.formats.codecs.base import Codec
 from modelopt_lite.formats.inputs import Inputs
+
+GROUP_MULTIPLE = 8
+"""Of a size of groups: eight 4-bit codes fill a word."""
+
+
+def fits_groups(size: int) -> bool:
+    """Return whether groups of any size may have this one."""
+    return size > 0 and size % GROUP_MULTIPLE == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,28 @@ class LinearFormat:
     def group_size(self) -> int | None:
         """Elements that share a block scale, None without blocks."""
         return self.codec.block
+
+    @property
+    def family(self) -> str:
+        """The name without a size of groups."""
+        return self.name.removesuffix(f"_{self.group_size}") if self.codec.any_block else self.name
+
+    def with_group_size(self, size: int) -> LinearFormat:
+        """Return the format with other groups, itself where they have that size.
+
+        Raises:
+            RecipeError: Its groups have one size, or the asked one is no multiple of 8.
+        """
+        if size == self.group_size:
+            return self
+        if not self.codec.any_block or not fits_groups(size):
+            fixed = f"a multiple of {GROUP_MULTIPLE}" if self.codec.any_block else self.group_size
+            raise RecipeError(
+                f"group_size {size} does not fit the format {self.name!r}: it must be {fixed}; "
+                "change it, or leave it out"
+            )
+        name = f"{self.name}_{size}"
+        return replace(self, name=name, codec=self.codec.with_block(size))
 
     @property
     def static_input(self) -> bool:
@@ -186,40 +215,60 @@ class LinearFormat:
         return self.inputs.rounded(x, input_scale)
 
 
-FORMATS: Mapping[str, LinearFormat] = MappingProxyType(
-    {
-        f.name: f
-        for f in (
-            LinearFormat("fp8", "FP8", fp8.PER_TENSOR, inputs.FP8),
-            LinearFormat(
-                "fp8_per_channel_per_token",
-                "FP8_PER_CHANNEL_PER_TOKEN",
-                fp8.PER_ROW,
-                inputs.FP8_PER_TOKEN,
-            ),
-            # In lower case: TensorRT-LLM knows this spelling alone, the others do not mind.
-            LinearFormat("fp8_2d_blockwise_weight_only", "fp8_pb_wo", fp8.BLOCKS, inputs.NONE),
-            LinearFormat("int8", "W8A8_SQ_PER_CHANNEL", integer.INT8, inputs.INT8),
-            LinearFormat("int8_weight_only", "W8A16", integer.INT8, inputs.NONE),
-            LinearFormat("int4_weight_only", "W4A16_AWQ", integer.INT4, inputs.NONE),
-            LinearFormat("w4a8_awq", "W4A8_AWQ", integer.INT4_FOR_FP8, inputs.FP8),
-            LinearFormat("nvfp4", "NVFP4", fp4.NVFP4, inputs.NVFP4),
-            LinearFormat("nvfp4_four_over_six", "NVFP4", fp4.NVFP4_FOR_FOUR_OVER_SIX, inputs.NVFP4),
-            LinearFormat("w4a16_nvfp4", "W4A16_NVFP4", fp4.NVFP4, inputs.NONE),
-            LinearFormat("w4a16_nvfp4_32", "W4A16_NVFP4", fp4.NVFP4_OF_32, inputs.NONE),
-            LinearFormat("w4a8_nvfp4_fp8", "W4A8_NVFP4_FP8", fp4.NVFP4_FOR_FP8, inputs.FP8),
-            LinearFormat("mxfp8", "MXFP8", fp8.MXFP8, inputs.MXFP8),
-            LinearFormat("mxfp4", "mxfp4", fp4.MXFP4, inputs.MXFP4),
-            LinearFormat("w4a16_mxfp4", "mxfp4", fp4.MXFP4, inputs.NONE),
-            LinearFormat("w4a8_mxfp4_fp8", "W4A8_MXFP4_FP8", fp4.MXFP4, inputs.FP8),
-            # What the peer's preset amounts to: it is not calibrated, and so has no input_scale.
-            LinearFormat(
-                "w4a8_mxfp4_fp8_dynamic", "W4A8_MXFP4_FP8", fp4.MXFP4, inputs.FP8_AT_RUN_TIME
-            ),
-        )
-    }
+class _Formats(Mapping[str, LinearFormat]):
+    """Formats by name; those whose groups may have any size also as ``name_size``."""
+
+    def __init__(self, formats: Iterable[LinearFormat]) -> None:
+        self._formats = {fmt.name: fmt for fmt in formats}
+        self._regrouped: dict[str, LinearFormat] = {}
+
+    def __getitem__(self, name: str) -> LinearFormat:
+        if name in self._formats:
+            return self._formats[name]
+        if name not in self._regrouped:
+            base, _, size = name.rpartition("_")
+            fmt = self._formats.get(base)
+            if fmt is None or not fmt.codec.any_block or not size.isdecimal():
+                raise KeyError(name)
+            self._regrouped[name] = fmt.with_group_size(int(size))
+        return self._regrouped[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._formats)
+
+    def __len__(self) -> int:
+        return len(self._formats)
+
+
+FORMATS: Mapping[str, LinearFormat] = _Formats(
+    (
+        LinearFormat("fp8", "FP8", fp8.PER_TENSOR, inputs.FP8),
+        LinearFormat(
+            "fp8_per_channel_per_token",
+            "FP8_PER_CHANNEL_PER_TOKEN",
+            fp8.PER_ROW,
+            inputs.FP8_PER_TOKEN,
+        ),
+        # In lower case: TensorRT-LLM knows this spelling alone, the others do not mind.
+        LinearFormat("fp8_2d_blockwise_weight_only", "fp8_pb_wo", fp8.BLOCKS, inputs.NONE),
+        LinearFormat("int8", "W8A8_SQ_PER_CHANNEL", integer.INT8, inputs.INT8),
+        LinearFormat("int8_weight_only", "W8A16", integer.INT8, inputs.NONE),
+        LinearFormat("int4_weight_only", "W4A16_AWQ", integer.INT4, inputs.NONE),
+        LinearFormat("w4a8_awq", "W4A8_AWQ", integer.INT4_FOR_FP8, inputs.FP8),
+        LinearFormat("nvfp4", "NVFP4", fp4.NVFP4, inputs.NVFP4),
+        LinearFormat("nvfp4_four_over_six", "NVFP4", fp4.NVFP4_FOR_FOUR_OVER_SIX, inputs.NVFP4),
+        LinearFormat("w4a16_nvfp4", "W4A16_NVFP4", fp4.NVFP4, inputs.NONE),
+        LinearFormat("w4a16_nvfp4_32", "W4A16_NVFP4", fp4.NVFP4_OF_32, inputs.NONE),
+        LinearFormat("w4a8_nvfp4_fp8", "W4A8_NVFP4_FP8", fp4.NVFP4_FOR_FP8, inputs.FP8),
+        LinearFormat("mxfp8", "MXFP8", fp8.MXFP8, inputs.MXFP8),
+        LinearFormat("mxfp4", "mxfp4", fp4.MXFP4, inputs.MXFP4),
+        LinearFormat("w4a16_mxfp4", "mxfp4", fp4.MXFP4, inputs.NONE),
+        LinearFormat("w4a8_mxfp4_fp8", "W4A8_MXFP4_FP8", fp4.MXFP4, inputs.FP8),
+        # What the peer's preset amounts to: it is not calibrated, and so has no input_scale.
+        LinearFormat("w4a8_mxfp4_fp8_dynamic", "W4A8_MXFP4_FP8", fp4.MXFP4, inputs.FP8_AT_RUN_TIME),
+    )
 )
-"""Every format by name."""
+"""Every format by name; iteration leaves out those of other group sizes, ``name_size``."""
 
 
 def get_format(name: str) -> LinearFormat:

@@ -15,6 +15,7 @@ from typing import Any
 
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.formats.cache import CACHE_FORMATS
+from modelopt_lite.formats.linear import GROUP_MULTIPLE, fits_groups
 from modelopt_lite.recipes.algorithms import AlgorithmChoice, parse_algorithm
 
 _PRESETS = Path(__file__).parent
@@ -58,6 +59,8 @@ class Recipe:
             model's spec does not leave out.
         exclude: Patterns of modules to leave as they are, whatever else names them.
         overrides: Other formats for some modules, included or not; a later one wins.
+        group_size: Sizes of the groups of INT4 formats; the first that divides the inputs of all
+            its matrices is taken. Empty: 128.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Recipe:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
+    group_size: tuple[int, ...] = ()
     description: str = field(default="", compare=False)
 
     @property
@@ -155,7 +159,18 @@ def parse_recipe(data: dict[str, Any], *, where: str) -> Recipe:
     made["overrides"] = tuple(
         _override(item, f"{where}: overrides[{index}]") for index, item in enumerate(overrides)
     )
+    made["group_size"] = _group_size(data.get("group_size"), where)
     return Recipe(**{**data, **made})
+
+
+def _group_size(value: Any, where: str) -> tuple[int, ...]:
+    sizes = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(size) is int and fits_groups(size) for size in sizes):
+        raise RecipeError(
+            f"{where}: group_size must be a multiple of {GROUP_MULTIPLE}, or a list of such of "
+            f"which the first that fits is taken, got {value!r}"
+        )
+    return tuple(sizes)
 
 
 def _override(data: Any, where: str) -> Override:

@@ -13,9 +13,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from modelopt_lite import quantize_and_export
+from modelopt_lite import Recipe, quantize_and_export
 from modelopt_lite.export.quantize import matrix_value, quantize_matrices
+from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.plan import Matrix
+from modelopt_lite.recipes.algorithms import METHODS, AlgorithmChoice
 
 MakeCheckpoint = Callable[..., Path]
 KINDS = (
@@ -101,3 +103,49 @@ def test_logits_stay(
     save_file(after, folder / "model.safetensors", metadata={"format": "pt"})
     expected, found = logits(source, token_batches[0]), logits(folder, token_batches[0])
     assert (expected - found).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("weights", "kind"), [("int4_weight_only", "llama"), ("nvfp4", "llama"), ("nvfp4", "qwen3_moe")]
+)
+def test_clipping_is_chosen_for_rows_as_they_are_written(
+    weights: str,
+    kind: str,
+    checkpoint: MakeCheckpoint,
+    token_batches: list[Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of v and up take up the scale of what follows, and their scales clip by 0.5 to 1."""
+    ratios: dict[str, Tensor] = {}
+
+    def spy(matrices: list[Matrix], sources: Any, *args: Any, **kwargs: Any) -> Any:
+        treated, amax = kwargs["treated"], {}
+        for m in matrices:
+            value = treated.weight(m, matrix_value(m, sources))
+            chosen = treated.scale_amax(m)
+            if chosen is not None:
+                ratios[m.name] = chosen / FORMATS[m.format].codec.scale_amax(value)
+            else:
+                amax[m] = float(value.float().abs().max())
+        for m in amax:
+            whole = max(a for other, a in amax.items() if other.weight_group == m.weight_group)
+            ratios[m.name] = treated.amax(m) / whole
+        return quantize_matrices(matrices, sources, *args, **kwargs)
+
+    monkeypatch.setattr("modelopt_lite.export.exporter.quantize_matrices", spy)
+    recipe = Recipe(
+        name="clipped",
+        weights=weights,
+        algorithm=AlgorithmChoice(method="awq_full", options=METHODS["awq_full"]),
+    )
+    source = checkpoint(kind, **dict.fromkeys(("hidden_size", "intermediate_size"), 256))
+    report = quantize_and_export(
+        source, export_dir=tmp_path / "out", calib_data=token_batches, recipe=recipe, progress=False
+    )
+    assert not report.beyond_bound
+    assert any(name.endswith("up_proj") for name in ratios)
+    for name, ratio in ratios.items():
+        # Searched in the dtype of the weights, written from unrounded products.
+        assert float(ratio.min()) >= 0.5 * (1 - 2**-7), name
+        assert float(ratio.max()) <= 1 + 2**-7, name

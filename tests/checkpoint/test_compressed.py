@@ -72,8 +72,8 @@ def test_integers_in_words(
     assert torch.equal(source.read("q.weight"), (codes - wide[0]).float() * wide[1])
     assert set(source.tensors) == {"q.weight"}
     assert set(source.consumed["q.weight"]) == set(tensors)
-    served = source.encoded["q.weight"].served  # groups of 8 are not ours, nor are zero points
-    assert (served is not None) == (bits == 8 and groups == 1 and not asymmetric)
+    served = source.encoded["q.weight"].served  # zero points are not ours, nor is INT8 in groups
+    assert (served is not None) == (not asymmetric and (bits == 8) == (groups == 1))
 
 
 @pytest.mark.parametrize("scale", [random(8, 1).abs(), torch.tensor([0.5])], ids=["row", "one"])

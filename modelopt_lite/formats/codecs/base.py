@@ -34,6 +34,7 @@ class Codec(ABC):
             it lies on disk, whichever axis that is.
         takes_scale_amax: What its scales stand for can be chosen.
         reach: Largest value of code times block scale, where there are two scales.
+        any_block: ``block`` may be another number; see ``with_block``.
         sweeps: Its block scales are E4M3 numbers that can all be tried.
     """
 
@@ -45,6 +46,7 @@ class Codec(ABC):
     kind: Literal["float", "int"] = "float"
     stacks_as_stored: bool = False
     takes_scale_amax: bool = False
+    any_block: bool = False
     sweeps: bool = False
     reach: float = 1.0
 
@@ -52,6 +54,10 @@ class Codec(ABC):
     def scale_limit(self) -> float:
         """The block scale of the block with the largest magnitude, where there are two scales."""
         return 1.0
+
+    def with_block(self, block: int) -> Codec:
+        """Return the codec with so many elements in a block, where ``any_block``."""
+        raise NotImplementedError(f"{type(self).__name__}: blocks have one size")
 
     def problem(self, rows: int, columns: int) -> str | None:
         """Return why [rows, columns] cannot be kept, None if it can; both are at least 1."""

@@ -1,9 +1,9 @@
-"""Weights in INT8 with a scale a row, and in INT4 with a scale for 128 neighbours in a row."""
+"""Weights in INT8 with a scale a row, and in INT4 with a scale a group of neighbours."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -74,7 +74,7 @@ class _Int8(Codec):
 
 @dataclass(frozen=True, kw_only=True)
 class _Int4(Codec):
-    """Two rows to a byte, a float32 scale for 128 neighbours in a row."""
+    """Two rows to a byte, a float32 scale for ``block`` neighbours in a row."""
 
     num_bits: int = 4
     bits: float = 4 + 32 / integer.BLOCK
@@ -83,6 +83,10 @@ class _Int4(Codec):
     row_multiple: int = 2
     kind: Literal["float", "int"] = "int"
     takes_scale_amax: bool = True
+    any_block: bool = True
+
+    def with_block(self, block: int) -> Codec:
+        return replace(self, block=block, bits=self.num_bits + 32 / block)
 
     def problem(self, rows: int, columns: int) -> str | None:
         if rows % 2:
@@ -101,7 +105,7 @@ class _Int4(Codec):
         return (*codes[:-2], 2 * codes[-2], codes[-1])
 
     def scale_amax(self, w: Tensor) -> Tensor:
-        return integer.block_amax(w)
+        return integer.block_amax(w, self.block)
 
     def quantize(
         self,
