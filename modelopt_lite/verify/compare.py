@@ -68,18 +68,28 @@ def measure(export: Export, source: Source) -> Iterator[tuple[str, ErrorReport]]
         # The wider of the two bounds: an export does not say which arithmetic made it.
         yield (
             name,
-            measure_error(fmt, w, _read(export, module, fmt), numerics="modelopt", turned=turned),
+            measure_error(
+                fmt,
+                w,
+                _read(export, module, fmt),
+                numerics="modelopt",
+                turned=turned,
+                angle=True,
+            ),
         )
 
 
-def check_errors(export: Export, source: Source) -> Iterator[Finding]:
+def check_errors(
+    export: Export, source: Source, reports: dict[str, ErrorReport]
+) -> Iterator[Finding]:
     """Rule ``weight-error``: no value is further from its source than its format allows.
 
     Where weights hold scales of their inputs, or were rounded for what products lose, they may be
-    further away: there it is a warning.
+    further away: there it is a warning. ``reports`` takes up what was measured.
     """
     searched = export.smoothed or export.method != "max"
     for name, report in measure(export, source):
+        reports[name] = report
         if math.isnan(report.worst) or report.worst > 1:
             scaled = " (or the search that chose its values)" if searched else ""
             yield Finding(
