@@ -241,7 +241,8 @@ class ErrorReport:
     """How far quantized values lie from their source."""
 
     worst: float
-    """Largest ``|error| / max_error``; a right export has at most 1. NaN where a value is NaN."""
+    """Largest ``|error| / max_error``; a right export has at most 1. NaN where a value is NaN, 0
+    where the format has no known bound."""
     relative: float
     """Root of the summed squared errors over the root of the summed squares; 0 for all zeros."""
     cosine: float = math.nan

@@ -12,7 +12,7 @@ from torch import Tensor
 from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.formats import nvfp4
 from modelopt_lite.formats.declared import same_shape
-from modelopt_lite.verify.export import PACKED_DTYPES, Export, Module, chunks, scalar
+from modelopt_lite.verify.export import NO_SCALES, PACKED_DTYPES, Export, Module, chunks, scalar
 from modelopt_lite.verify.findings import Finding, shorten
 
 
@@ -82,6 +82,7 @@ def _check_packed(export: Export, module: Module, weight: TensorInfo) -> Iterato
             )
     yield from _check_packed_shape(export, module, shape)
     allowed = {"pre_quant_scale"} if export.smoothed else set()
+    allowed |= {"weight_zero_point", "input_zero_point"}  # of zeros, and read by nobody
     factors = {suffix for suffix in module.scales if "svdquant_lora_" in suffix}
     allowed |= factors if "SVD" in (export.algo or "") else set()
     if extra := sorted(set(module.scales) - set(wanted) - allowed):
@@ -166,6 +167,7 @@ def check_values(export: Export) -> Iterator[Finding]:
         for module in export.modules.values()
         for suffix, info in module.scales.items()
         if "svdquant_lora_" not in suffix  # factors, of either sign
+        and suffix not in NO_SCALES
     }
     scales.update(scale.tensor.name for scale in export.kv_scales)
     for name, info in export.tensors.items():
