@@ -54,7 +54,7 @@ def quantize(source: Path, export: Path, recipe: str, *options: str) -> Report:
 
 def audit(export: Path, source: Path) -> str:
     """Audit an export, each matrix against its source; return what the audit says."""
-    return _run("verify", str(export), "--source", str(source)).strip()
+    return _run("verify", str(export), "--source", str(source), "--deep").splitlines()[-1]
 
 
 def measure(checkpoint: Path, *, max_tokens: int, seq_len: int) -> dict[str, Any]:

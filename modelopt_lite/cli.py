@@ -173,29 +173,49 @@ def plan(
 
 @app.command()
 def verify(
-    export: Annotated[str, typer.Argument(help="Folder of an export.")],
+    export: Annotated[str, typer.Argument(help="Folder of an export, or of one in each dialect.")],
     *,
     source: Annotated[
         str | None,
-        typer.Option(help="What it was made from: compares every tensor with it.", metavar="CKPT"),
+        typer.Option(
+            help="What it was made from: names, shapes and the bytes of copies are compared.",
+            metavar="CKPT",
+        ),
+    ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="With --source: dequantize and compare every matrix.")
+    ] = False,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only what these refuse or load wrongly: vllm, sglang, tensorrt_llm, "
+            "transformers, compressed_tensors; several with commas."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Audit an export; exits with 1 where a rule is broken."""
+    """Audit an export, of any tool; exits with 1 where a rule is broken."""
     _set_up_torch()
     from modelopt_lite.output import resolve_checkpoint
-    from modelopt_lite.report_view import findings_table
-    from modelopt_lite.verify.audit import audit, coverage
+    from modelopt_lite.report_view import audit_view
+    from modelopt_lite.verify.audit import examine
+    from modelopt_lite.verify.opening import export_folders
+    from modelopt_lite.verify.rules import engine_names
 
-    folder = resolve_checkpoint(export)
+    if deep and source is None:
+        raise typer.BadParameter("--deep compares with a source; give --source CKPT")
+    engines = engine_names(engine or ())
     original = resolve_checkpoint(source) if source is not None else None
-    findings = audit(folder, source=original, deep=original is not None)
+    folders = export_folders(resolve_checkpoint(export))
+    audits = [examine(f, source=original, deep=deep, engines=engines) for f in folders]
+    failed = any(audit.failed for audit in audits)
     if as_json:
-        _print_json([dataclasses.asdict(finding) for finding in findings])
+        _print_json({"ok": not failed, "exports": [audit.as_dict() for audit in audits]})
     else:
         compared_with = None if original is None else str(original)
-        _show(findings_table(str(folder), findings, coverage(folder), compared_with))
-    if any(finding.severity == "error" for finding in findings):
+        for audit in audits:
+            _show(audit_view(audit, compared_with, deep=deep))
+    if failed:
         raise typer.Exit(1)
 
 

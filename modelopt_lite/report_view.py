@@ -12,13 +12,15 @@ from rich.text import Text
 from modelopt_lite.words import counted
 
 if TYPE_CHECKING:
+    from modelopt_lite.formats.linear import ErrorReport
     from modelopt_lite.report import Report
-    from modelopt_lite.verify.audit import Coverage
+    from modelopt_lite.verify.audit import Audit, Coverage
     from modelopt_lite.verify.findings import Finding
 
 _WORST = 3
 _LISTED = 4
 _SHOWN = 3
+_WORST_SHOWN = 10
 
 
 def bytes_text(count: float) -> str:
@@ -80,26 +82,44 @@ def _reused(report: Report) -> dict[str, str]:
     }
 
 
-def findings_table(
-    folder: str, findings: Sequence[Finding], checked: Coverage | None, source: str | None
-) -> RenderableType:
-    """Return the findings of an audit, and a line that counts them and what was checked.
+def audit_view(audit: Audit, source: str | None, *, deep: bool = False) -> RenderableType:
+    """Return what an audit found: the worst matrices where they were compared, then findings."""
+    from modelopt_lite.verify.audit import worst_first
 
-    Errors come first; of each rule the first few are shown.
-    """
-    summary = Text(f"{folder}: {_counts(findings)}{_checked(checked, source)}")
-    if not findings:
-        return summary
-    table = Table("severity", "rule", "finding")
-    by_rule: dict[tuple[str, str], list[str]] = {}
+    parts: list[RenderableType] = []
+    if audit.errors:
+        parts.append(weight_errors_table(worst_first(audit.errors)))
+    if audit.findings:
+        parts.append(findings_table(audit.findings))
+    counts = f"{audit.folder}: {_counts(audit.findings)}"
+    parts.append(Text(f"{counts}{_checked(audit.coverage, source, deep)}"))
+    return Group(*parts)
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """Return the findings of an audit, errors first; of each rule the first few are shown."""
+    table = Table("severity", "rule", "engines", "finding")
+    by_rule: dict[tuple[str, str, str], list[str]] = {}
     for finding in findings:
-        by_rule.setdefault((finding.severity, finding.rule), []).append(finding.message)
-    for (severity, rule), messages in sorted(by_rule.items(), key=lambda item: item[0][0]):
+        key = (finding.severity, finding.rule, ", ".join(finding.engines or ()))
+        by_rule.setdefault(key, []).append(finding.message)
+    for (severity, rule, engines), messages in sorted(by_rule.items(), key=lambda i: i[0][0]):
         for message in messages[:_SHOWN]:
-            table.add_row(severity, rule, Text(message))
+            table.add_row(severity, rule, engines, Text(message))
         if (more := len(messages) - _SHOWN) > 0:
-            table.add_row(severity, rule, Text(f"... and {more:,} more; --json lists all"))
-    return Group(table, summary)
+            table.add_row(severity, rule, engines, Text(f"... and {more:,} more; --json lists all"))
+    return table
+
+
+def weight_errors_table(errors: Sequence[tuple[str, ErrorReport]]) -> Table:
+    """Return the first few of the matrices that were compared with their source."""
+    table = Table("tensor", "relative error", "SQNR", "cosine", box=None, pad_edge=False)
+    for name, report in errors[:_WORST_SHOWN]:
+        sqnr = f"{report.sqnr:.1f} dB"
+        table.add_row(name, f"{report.relative:.4f}", sqnr, f"{report.cosine:.6f}")
+    if (more := len(errors) - _WORST_SHOWN) > 0:
+        table.add_row(f"... and {more:,} more with smaller errors; --json lists all", "", "", "")
+    return table
 
 
 def _counts(findings: Sequence[Finding]) -> str:
@@ -109,10 +129,13 @@ def _counts(findings: Sequence[Finding]) -> str:
     return f"{counted(errors, 'error')}, {counted(len(findings) - errors, 'warning')}"
 
 
-def _checked(checked: Coverage | None, source: str | None) -> str:
+def _checked(checked: Coverage | None, source: str | None, deep: bool) -> str:
     if checked is None:
         return " (it cannot be opened)"
-    compared = f", all compared with {source}" if source else "; not compared with a source"
+    compared = "; not compared with a source"
+    if source:
+        how = "all" if deep else "names, shapes and copies"
+        compared = f", {how} compared with {source}"
     return (
         f" in {counted(checked.tensors, 'tensor')} of {counted(checked.files, 'file')}, "
         f"{counted(checked.quantized, 'quantized weight')} among them{compared}"

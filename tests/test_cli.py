@@ -39,7 +39,7 @@ FLAGS = {
     "": "--version",
     "quantize": RUN_FLAGS,
     "plan": f"{RUN_FLAGS} --json --read-bandwidth --world-size --write-bandwidth",
-    "verify": "--source --json",
+    "verify": "--deep --engine --json --source",
     "eval": """
         --activations --batch-size --device --json --max-tokens --no-activations --no-progress
         --progress --seq-len --text --trust-remote-code
@@ -345,7 +345,14 @@ def test_quantize_verify_and_eval(tmp_path: Path) -> None:
     assert json.loads((target / REPORT_FILE).read_text(encoding="utf-8"))["recipe"] == DATA_FREE[1]
 
     assert "no findings" in run("verify", target, "--source", TINY).stdout
-    assert json.loads(run("verify", target, "--json").stdout) == []
+    deep = json.loads(run("verify", target, "--source", TINY, "--deep", "--json").stdout)
+    [export] = deep["exports"]
+    assert (deep["ok"], export["findings"], export["dialect"]) == (True, [], "modelopt")
+    relative = [entry["relative"] for entry in export["errors"]]
+    assert len(relative) == export["checked"]["quantized"] == 112
+    assert relative == sorted(relative, reverse=True)
+    assert 0 < relative[-1] < relative[0] < 0.04
+    assert json.loads(run("verify", target, "--json").stdout)["exports"][0]["errors"] == []
     values = json.loads(run("eval", target, "--max-tokens", "256", "--json").stdout)
     assert values["quantized"] is True
     assert 1 < values["perplexity"] < 30
@@ -355,4 +362,8 @@ def test_quantize_verify_and_eval(tmp_path: Path) -> None:
     result = run("verify", target)
     assert result.exit_code == 1
     assert "error" in result.stdout
-    assert any(f["severity"] == "error" for f in json.loads(run("verify", target, "--json").stdout))
+    found = json.loads(run("verify", target, "--json").stdout)
+    assert not found["ok"]
+    assert any(f["severity"] == "error" for f in found["exports"][0]["findings"])
+    assert run("verify", target, "--deep").exit_code == 2
+    failed(run("verify", target, "--engine", "vlm"), 1, "error [MOL300]", "did you mean 'vllm'")

@@ -19,8 +19,8 @@ from modelopt_lite.cli import app
 from modelopt_lite.plan_view import plan_tables
 from modelopt_lite.recipes import parse_recipe
 from modelopt_lite.report import Report
-from modelopt_lite.report_view import findings_table, report_table
-from modelopt_lite.verify.audit import Coverage, coverage
+from modelopt_lite.report_view import audit_view, report_table
+from modelopt_lite.verify.audit import Audit, Coverage, examine
 from modelopt_lite.verify.findings import Finding
 from modelopt_lite.words import counted
 
@@ -97,13 +97,18 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_audit_without_findings_says_what_it_checked(export: Path) -> None:
-    count = coverage(export)
+    count = examine(export).coverage
     assert count is not None
     assert (count.files, count.quantized) == (1, 112)
     words = f"no findings in {count.tensors} tensors of 1 file, 112 quantized weights among them"
-    alone, compared = run("verify", export).stdout, run("verify", export, "--source", TINY).stdout
-    assert f"{export}: {words}; not compared with a source\n" == alone
-    assert f"{export}: {words}, all compared with {TINY}\n" == compared
+    assert run("verify", export).stdout == f"{export}: {words}; not compared with a source\n"
+    compared = f"{export}: {words}, names, shapes and copies compared with {TINY}\n"
+    assert run("verify", export, "--source", TINY).stdout == compared
+    *table, summary = run("verify", export, "--source", TINY, "--deep").stdout.splitlines()
+    assert summary == f"{export}: {words}, all compared with {TINY}"
+    assert table[0].split() == ["tensor", "relative", "error", "SQNR", "cosine"]
+    assert len(table) == 12
+    assert "102 more" in table[-1]
 
 
 def test_an_audit_of_nothing(tmp_path: Path) -> None:
@@ -115,7 +120,8 @@ def test_an_audit_of_nothing(tmp_path: Path) -> None:
 def test_many_findings_of_a_rule_are_grouped() -> None:
     findings = [Finding("value-finite", f"tensor {i}") for i in range(112)]
     findings += [Finding("index-orphan-file", "one of its kind", "warning")]
-    text = shown(findings_table("out", findings, Coverage(2, 300, 112), None), 120)
+    audit = Audit(Path("out"), "modelopt", Coverage(2, 300, 112), findings, {})
+    text = shown(audit_view(audit, None), 120)
     assert [f"tensor {i} " in text for i in range(5)] == [True, True, True, False, False]
     assert "... and 109 more; --json lists all" in text
     assert text.index("tensor 0") < text.index("one of its kind")

@@ -8,6 +8,7 @@ each case.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -289,9 +290,17 @@ class ErrorReport:
     """How far quantized values lie from their source."""
 
     worst: float
-    """Largest ``|error| / max_error``; a right export has at most 1. NaN where a value is NaN."""
+    """Largest ``|error| / max_error``; a right export has at most 1. NaN where a value is NaN, 0
+    where the format has no known bound."""
     relative: float
     """Root of the summed squared errors over the root of the summed squares; 0 for all zeros."""
+    cosine: float = math.nan
+    """Of the angle between source and quantized values, 1 where both are zero; NaN: not asked."""
+
+    @property
+    def sqnr(self) -> float:
+        """Signal over quantization noise in decibels; infinite without an error."""
+        return -20 * math.log10(self.relative) if self.relative else math.inf
 
 
 def measure_error(
@@ -302,6 +311,7 @@ def measure_error(
     numerics: Numerics,
     turned: bool = False,
     chosen: bool = False,
+    angle: bool = False,
 ) -> ErrorReport:
     """Compare what ``fmt.quantize`` gave with its source, a few rows at a time.
 
@@ -313,9 +323,10 @@ def measure_error(
         turned: As for ``fmt.dequantize``.
         chosen: Scales were chosen by a search, and may clip: the bound is that of
             ``Codec.clipping_error``.
+        angle: Measure the cosine, too, for which every value is multiplied once more.
     """
     worst = torch.zeros((), dtype=torch.float32, device=w.device)
-    error_sum = source_sum = 0.0
+    error_sum = source_sum = product_sum = value_sum = 0.0
     codec = fmt.codec
     kept = {k: v for k, v in tensors.items() if k != "input_scale"}
     for w_RK, parts in _matrices(w, kept, turned):
@@ -326,14 +337,22 @@ def measure_error(
                 bound = codec.clipping_error(w_RK[rows], part)
             else:
                 bound = codec.max_error(w_RK[rows], part, numerics=numerics)
-            error = codec.dequantize(part, torch.float32).sub_(source).abs_()
+            value = codec.dequantize(part, torch.float32)
+            if angle:
+                value_sum += base.sum_of_squares(value)
+                product_sum += float((value.double() * source).sum())
+            error = value.sub_(source).abs_()
             error_sum += base.sum_of_squares(error)
             source_sum += base.sum_of_squares(source)
             # The smallest divisor keeps 0 / 0 at 0 and lets any error where none is due stand out.
             ratio = error.div_(bound.clamp_min_(base.F32_TINY))
             worst = torch.maximum(worst, ratio.amax())
     relative = (error_sum / source_sum) ** 0.5 if source_sum else error_sum**0.5
-    return ErrorReport(worst=worst.item(), relative=relative)
+    cosine = math.nan
+    if angle:
+        norms = source_sum**0.5 * value_sum**0.5
+        cosine = product_sum / norms if norms else float(source_sum == value_sum)
+    return ErrorReport(worst=worst.item(), relative=relative, cosine=cosine)
 
 
 def _matrices(

@@ -6,79 +6,37 @@ against the plan. The rules follow what vLLM, SGLang and TensorRT-LLM do with a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.errors import AuditError, CheckpointError
+from modelopt_lite.formats.linear import ErrorReport
+from modelopt_lite.verify.cache import check_kv
 from modelopt_lite.verify.compare import check_errors, compare_with_source
+from modelopt_lite.verify.engines import check_engines
+from modelopt_lite.verify.export import Export
 from modelopt_lite.verify.files import open_export
 from modelopt_lite.verify.findings import Finding, Severity, shorten
-from modelopt_lite.verify.groups import (
-    check_experts,
-    check_groups,
-    check_kv,
-)
+from modelopt_lite.verify.groups import check_experts, check_groups, check_head
 from modelopt_lite.verify.opening import Opened, open_modules
+from modelopt_lite.verify.rules import narrowed, with_engines
 from modelopt_lite.verify.source import check_sidecars, check_source
-from modelopt_lite.verify.tensors import check_layout, check_values
+from modelopt_lite.verify.tensors import (
+    check_global_scales,
+    check_layout,
+    check_leftovers,
+    check_values,
+)
 from modelopt_lite.words import counted
 
-__all__ = ["Finding", "Severity", "audit", "audit_or_raise", "compare_with_source", "coverage"]
+__all__ = ["Finding", "Severity", "audit", "audit_or_raise", "compare_with_source", "examine"]
 
 _LISTED = 10
-
-
-def audit(
-    folder: Path,
-    *,
-    source: Path | None = None,
-    deep: bool = False,
-    compare_bytes: bool = True,
-) -> list[Finding]:
-    """Check an export in the dialect that its config names.
-
-    Every tensor is scanned in pieces of a mebibyte; no matrix is ever whole in memory unless
-    ``deep``.
-
-    Args:
-        folder: The export. Damage of any kind gives findings, not an exception.
-        source: What it was made from; adds the rules that compare the two.
-        deep: With ``source``: dequantize every matrix and compare it, one at a time.
-        compare_bytes: With ``source``: compare the values of what is not quantized, not only
-            names, shapes and dtypes.
-
-    Returns:
-        What is wrong, in the order of the rules; empty for a right export.
-
-    Raises:
-        CheckpointError: The source cannot be read.
-    """
-    folder = Path(folder)
-    checkpoint, findings = open_export(folder)
-    if checkpoint is None:
-        return findings
-    with checkpoint:
-        opened = open_modules(checkpoint)
-        export = opened.export
-        findings += opened.findings
-        original = open_source(Path(source)) if source is not None else None
-        try:
-            findings += _check(opened)
-            if original is not None:
-                findings += check_source(export, original, compare_bytes=compare_bytes)
-                findings += check_sidecars(folder, original.path)
-                if deep:
-                    findings += check_errors(export, original)
-        except CheckpointError as error:  # a file that changes or fails while it is read
-            findings.append(Finding("checkpoint-readable", str(error)))
-        finally:
-            if original is not None:
-                original.close()
-    return findings
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +48,160 @@ class Coverage:
     quantized: int
 
 
-def coverage(folder: Path) -> Coverage | None:
-    """Count what `audit` looks at, from headers alone; None where the export cannot be opened."""
-    checkpoint, _ = open_export(Path(folder))
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What was found in one export.
+
+    Attributes:
+        folder: The export.
+        dialect: How it is written; None where it cannot be opened.
+        coverage: What was looked at; None where it cannot be opened.
+        findings: What is wrong.
+        errors: Of each quantized matrix that was compared with its source.
+    """
+
+    folder: Path
+    dialect: str | None
+    coverage: Coverage | None
+    findings: list[Finding]
+    errors: dict[str, ErrorReport]
+
+    @property
+    def failed(self) -> bool:
+        """Whether an error is among the findings."""
+        return any(finding.severity == "error" for finding in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON holds it, the worst of ``errors`` first."""
+        return {
+            "folder": str(self.folder),
+            "dialect": self.dialect,
+            "checked": asdict(self.coverage) if self.coverage else None,
+            "findings": [_finding(finding) for finding in self.findings],
+            "errors": [
+                {"tensor": name, **_numbers(report)} for name, report in worst_first(self.errors)
+            ],
+        }
+
+
+def worst_first(errors: Mapping[str, ErrorReport]) -> list[tuple[str, ErrorReport]]:
+    """Return reports from the largest relative error to the smallest; NaN is the largest."""
+
+    def key(item: tuple[str, ErrorReport]) -> tuple[bool, float]:
+        return not math.isnan(item[1].relative), -item[1].relative
+
+    return sorted(errors.items(), key=key)
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    shown = asdict(finding)
+    shown.pop("decisive")
+    return {**shown, "engines": list(finding.engines or ())}
+
+
+def _numbers(report: ErrorReport) -> dict[str, float | None]:
+    """The measures of a matrix; JSON has no infinity and no NaN."""
+    values = {
+        "relative": report.relative,
+        "sqnr_db": report.sqnr,
+        "cosine": report.cosine,
+        "share_of_bound": report.worst,
+    }
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def audit(
+    folder: Path,
+    *,
+    source: Path | None = None,
+    deep: bool = False,
+    compare_bytes: bool = True,
+    engines: tuple[str, ...] = (),
+) -> list[Finding]:
+    """Return the findings of `examine`: what is wrong with an export."""
+    seen = examine(folder, source=source, deep=deep, compare_bytes=compare_bytes, engines=engines)
+    return seen.findings
+
+
+def examine(
+    folder: Path,
+    *,
+    source: Path | None = None,
+    deep: bool = False,
+    compare_bytes: bool = True,
+    engines: tuple[str, ...] = (),
+) -> Audit:
+    """Check an export in the dialect that its config names.
+
+    Every tensor is scanned in pieces of a mebibyte; no matrix is ever whole in memory unless
+    ``deep``.
+
+    Args:
+        folder: The export. Damage of any kind gives findings, not an exception.
+        source: What it was made from; adds the rules that compare the two.
+        deep: With ``source``: dequantize every matrix and compare it, one at a time.
+        compare_bytes: With ``source``: compare the values of what is not quantized, not only
+            names, shapes and dtypes.
+        engines: Keys of `modelopt_lite.verify.rules.ENGINES`: keep what these refuse or load
+            wrongly. None: what any does.
+
+    Returns:
+        What was found, in the order of the rules; no findings for a right export.
+
+    Raises:
+        CheckpointError: The source cannot be read.
+    """
+    folder = Path(folder)
+    checkpoint, findings = open_export(folder)
     if checkpoint is None:
-        return None
+        return Audit(folder, None, None, _located(findings, None, engines), {})
+    errors: dict[str, ErrorReport] = {}
     with checkpoint:
-        export = open_modules(checkpoint).export
-        tensors = export.tensors
-        files = {info.file for info in tensors.values()}
-        return Coverage(len(files), len(tensors), sum(1 for _ in export.packed()))
+        opened = open_modules(checkpoint)
+        findings += opened.findings
+        if opened.check is not None:
+            findings += check_engines(opened.export, engines)
+        findings += _of_contents(opened, source, deep, compare_bytes, errors)
+        dialect = opened.export.dialect.name
+        located = _located(findings, dialect, engines)
+        return Audit(folder, dialect, _coverage(opened.export), located, errors)
+
+
+def _located(
+    findings: list[Finding], dialect: str | None, engines: tuple[str, ...]
+) -> list[Finding]:
+    located = [with_engines(finding, dialect) for finding in findings]
+    return narrowed(located, engines) if engines else located
+
+
+def _coverage(export: Export) -> Coverage:
+    files = {info.file for info in export.tensors.values()}
+    return Coverage(len(files), len(export.tensors), sum(1 for _ in export.packed()))
+
+
+def _of_contents(
+    opened: Opened,
+    source: Path | None,
+    deep: bool,
+    compare_bytes: bool,
+    errors: dict[str, ErrorReport],
+) -> list[Finding]:
+    export = opened.export
+    original = open_source(Path(source)) if source is not None else None
+    findings: list[Finding] = []
+    try:
+        findings += _check(opened)
+        if original is not None:
+            findings += check_source(export, original, compare_bytes=compare_bytes)
+            findings += check_sidecars(export.folder, original.path)
+            if deep:
+                findings += check_errors(export, original, errors)
+    except CheckpointError as error:  # a file that changes or fails while it is read
+        findings.append(Finding("checkpoint-readable", str(error)))
+    finally:
+        if original is not None:
+            original.close()
+    return findings
 
 
 def audit_or_raise(folder: Path, *, source: Path, plan: Any) -> None:
@@ -136,6 +238,9 @@ def _check(opened: Opened) -> Iterator[Finding]:
         yield from opened.check(export)
     yield from check_groups(export)
     yield from check_experts(export)
+    yield from check_head(export)
+    yield from check_leftovers(export)
+    yield from check_global_scales(export)
     yield from check_kv(export)
 
 

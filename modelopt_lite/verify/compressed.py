@@ -25,6 +25,14 @@ def read_schemes(checkpoint: Checkpoint) -> tuple[Schemes, list[Finding]]:
                 f"{STATUS!r}; transformers then takes codes for weights, export again",
             )
         )
+    if not stated.schemes or not all(s.targets and s.weights for s in stated.schemes):
+        findings.append(
+            Finding(
+                "config-groups",
+                f"{path}: config_groups must name targets and tell their weights in numbers, in "
+                "each group; export again",
+            )
+        )
     formats = {scheme.format for scheme in stated.schemes}
     if len(formats) > 1 and stated.format != MIXED_FORMATS:
         findings.append(
@@ -40,22 +48,32 @@ def read_schemes(checkpoint: Checkpoint) -> tuple[Schemes, list[Finding]]:
 def check_schemes(export: Export, stated: Schemes) -> Iterator[Finding]:
     """Compare what the config says of each module with its tensors.
 
-    Rules: ``config-groups``, ``excluded-but-packed``, ``unpacked-not-excluded``, ``kv-config``.
+    Rules: ``config-groups``, ``format-unchecked``, ``excluded-but-packed``,
+    ``unpacked-not-excluded``, ``kv-config``.
     """
+    unchecked: list[str] = []
     for module in export.packed():
         scheme = stated.scheme_of(module.name)
-        if scheme is None or scheme.known is None:
+        if scheme is None:
             yield Finding(
                 "config-groups",
-                f"{export.folder}: {module.name!r} is packed, and no group of config.json has "
-                "a known format for it; export again",
+                f"{export.folder}: {module.name!r} is packed, and no group of config.json targets "
+                "it; export again",
             )
+        elif scheme.known is None and scheme.weights:
+            unchecked.append(module.name)
         if stated.ignores(module.name):
             yield Finding(
                 "excluded-but-packed",
                 f"{export.folder}: {module.name!r} is packed, and the config ignores it; correct "
                 "the list",
             )
+    if unchecked:
+        yield Finding(
+            "format-unchecked",
+            f"{export.folder}: {shorten(unchecked)} is of a format that is not checked here",
+            "warning",
+        )
     left = [
         module.name
         for module in export.modules.values()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,19 +10,20 @@ from typing import Any
 from modelopt_lite.checkpoint.reader import Checkpoint, read_json
 from modelopt_lite.errors import CheckpointError
 from modelopt_lite.formats.declared import MIXED, Declared
-from modelopt_lite.verify.export import Export, Module, nested
+from modelopt_lite.verify.export import Export, nested
 from modelopt_lite.verify.findings import Finding, shorten
-from modelopt_lite.verify.matchers import sglang_excluded, tensorrt_excluded, vllm_excluded
 
 NESTED_FILE = "hf_quant_config.json"
-# vLLM refuses all others under quant_method "modelopt" (upper-cased before it compares).
-_VLLM_ALGOS = frozenset(
+# What vLLM loads under quant_method "modelopt" (upper-cased before it compares).
+VLLM_ALGOS = frozenset(
     {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP8"}
 )
-# TensorRT-LLM, and partly SGLang, load these as well.
+# What SGLang does, and what it takes in mixtures alone.
+SGLANG_ALGOS = frozenset({"FP8", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MXFP8"})
+SGLANG_MIXED_ALGOS = frozenset({"FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"})
+# TensorRT-LLM knows these as well.
 _OTHER_ALGOS = frozenset(
     {
-        "NVFP4_AWQ",
         "W4A16_AWQ",
         "W4A8_AWQ",
         "W8A8_SQ_PER_CHANNEL",
@@ -32,19 +32,20 @@ _OTHER_ALGOS = frozenset(
         "FP8_BLOCK_SCALES",
         "W4A8_NVFP4_FP8",
         "W4A8_MXFP4_FP8",
-        "MIXED_PRECISION",
     }
 )
-# Joined layers of the engines -> their parts on disk.
-FUSED_NAMES = {
-    ("q_proj", "k_proj", "v_proj"): "qkv_proj",
-    ("gate_proj", "up_proj"): "gate_up_proj",
-    ("q_a_proj", "kv_a_proj_with_mqa"): "fused_qkv_a_proj_with_mqa",
+KNOWN_ALGOS = VLLM_ALGOS | SGLANG_ALGOS | _OTHER_ALGOS | {MIXED}
+# As written -> who does not know it so, and what it is there.
+_SPELLED = {
+    "fp8": ("sglang", "FP8"),
+    "Fp8": ("sglang", "FP8"),
+    "FP8_PB_WO": ("tensorrt_llm", "fp8_pb_wo"),
 }
-_NESTED_KEYS = ("group_size", "kv_cache_quant_algo", "exclude_modules")
-_ENTRY = re.compile(r"[\w.*-]*[\w*-]")
-# vLLM never quantizes layers with one of these in their names, whatever the list says.
-_VLLM_TOWERS = ("vision_tower", "vision_model", "vit_large_projector")
+# Part of a quant_algo -> what the nested file must state for it, if only as null.
+_NESTED_KEYS = {
+    "NVFP4": ("group_size", "kv_cache_quant_algo", "exclude_modules"),
+    "MXFP8": ("kv_cache_quant_algo", "exclude_modules"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class QuantConfig:
         group_size: Elements that share a scale, None where it is not said.
         exclude: The modules that are not quantized.
         declared: The formats that it states.
+        section: All of it.
     """
 
     algo: str | None
@@ -64,13 +66,14 @@ class QuantConfig:
     group_size: int | None
     exclude: tuple[str, ...]
     declared: Declared
+    section: Mapping[str, Any]
 
 
 def read_configs(checkpoint: Checkpoint) -> tuple[QuantConfig | None, list[Finding]]:
     """Read both homes, and check each by itself and one against the other.
 
     Rules: ``config-missing``, ``config-readable``, ``config-method``, ``config-keys``,
-    ``config-homes``.
+    ``config-producer``, ``config-homes``, ``kv-config-flat``.
 
     Returns:
         The config, ``hf_quant_config.json`` first as TensorRT-LLM has it; None without any.
@@ -101,6 +104,7 @@ def _read_flat(checkpoint: Checkpoint, findings: list[Finding]) -> QuantConfig |
                 "config-missing",
                 f"{path}: has no quantization_config; vLLM and SGLang then load the codes as "
                 "plain weights, export again",
+                engines=("vllm", "sglang"),
             )
         )
         return None
@@ -111,10 +115,29 @@ def _read_flat(checkpoint: Checkpoint, findings: list[Finding]) -> QuantConfig |
                 f'{path}: quant_method is {section.get("quant_method")!r}, must be "modelopt"',
             )
         )
+    if "NVFP4" in str(section.get("quant_algo")).upper() and "ignore" not in section:
+        findings.append(
+            Finding(
+                "config-keys",
+                f"{path}: quantization_config lacks 'ignore', which SGLang demands for NVFP4, even "
+                "as an empty list; export again",
+                engines=("sglang",),
+            )
+        )
     scheme = section.get("kv_cache_scheme", section.get("kv_cache_quant_algo"))
     if isinstance(scheme, dict):
         eight = scheme.get("type") == "float" and scheme.get("num_bits") == 8
         scheme = "FP8" if eight else str(scheme)
+    elif str(scheme).upper() == "FP8":
+        findings.append(
+            Finding(
+                "kv-config-flat",
+                f"{path}: states the KV cache as {scheme!r}, which vLLM ignores there; state "
+                'kv_cache_scheme as {"type": "float", "num_bits": 8}',
+                "warning",
+                decisive=True,
+            )
+        )
     size = section.get("group_size")
     groups = section.get("config_groups") if section.get("quant_algo") != MIXED else None
     for group in groups.values() if isinstance(groups, dict) and size is None else ():
@@ -131,24 +154,35 @@ def _read_nested(folder: Path, findings: list[Finding]) -> QuantConfig | None:
                 "config-missing",
                 f"{path}: does not exist; TensorRT-LLM then takes the model for unquantized, "
                 "export again",
+                engines=("tensorrt_llm",),
             )
         )
         return None
     try:
-        section = read_json(path).get("quantization")
+        content = read_json(path)
     except CheckpointError as error:
         findings.append(Finding("config-readable", str(error)))
         return None
+    section, producer = content.get("quantization"), content.get("producer")
     if not isinstance(section, dict):
         findings.append(Finding("config-readable", f"{path}: has no object 'quantization'"))
         return None
+    if not isinstance(producer, dict) or producer.get("name") != "modelopt":
+        findings.append(
+            Finding(
+                "config-producer",
+                f"{path}: producer is {producer!r}; TensorRT-LLM reads the file only with the "
+                'producer {"name": "modelopt"}, add it',
+            )
+        )
     algo = section.get("quant_algo")
-    lacking = [key for key in _NESTED_KEYS if key not in section]
-    if "NVFP4" in str(algo).upper() and lacking:
+    demanded = next((keys for name, keys in _NESTED_KEYS.items() if name in str(algo).upper()), ())
+    if lacking := [key for key in demanded if key not in section]:
         findings.append(
             Finding(
                 "config-keys",
                 f"{path}: lacks {shorten(lacking)}, which vLLM demands for {algo}; export again",
+                engines=("vllm",),
             )
         )
     kv_cache, size = section.get("kv_cache_quant_algo"), section.get("group_size")
@@ -176,6 +210,7 @@ def _made(
         group_size=size if isinstance(size, int) else None,
         exclude=tuple(exclude),
         declared=Declared.of({**section, "group_size": size}),
+        section=section,
     )
 
 
@@ -200,7 +235,7 @@ def _disagreements(folder: Path, flat: QuantConfig, inner: QuantConfig) -> Itera
 
 
 def check_algo(export: Export, config: QuantConfig) -> Iterator[Finding]:
-    """Rules: ``quant-algo``, ``config-groups``, ``config-group-size``."""
+    """Rules: ``quant-algo``, ``algo-spelling``, ``format-unchecked``, ``config-groups``."""
     packed = next(export.packed(), None)
     if export.algo is None:
         if packed is not None:
@@ -214,35 +249,32 @@ def check_algo(export: Export, config: QuantConfig) -> Iterator[Finding]:
                 "quant-algo",
                 f"{export.folder}: the configs name no quant_algo; vLLM refuses such a config",
                 "warning",
+                engines=("vllm",),
+                decisive=True,
             )
         return
-    if export.algo not in _VLLM_ALGOS | _OTHER_ALGOS:
+    if export.algo not in KNOWN_ALGOS:
         yield Finding(
             "quant-algo",
             f"{export.folder}: no engine loads quant_algo {config.algo!r}; export another format",
             "warning" if export.declared.formats_of("") else "error",  # ours at least reads it
+            decisive=True,
         )
-    elif export.algo not in _VLLM_ALGOS and export.algo != MIXED:
+    elif packed is not None and export.algo != MIXED and export.format_of(packed) is None:
         yield Finding(
-            "quant-algo",
-            f"{export.folder}: vLLM does not load quant_algo {config.algo!r}; serve it with "
-            "another engine, or export another format",
-            "warning",
-        )
-    elif packed is not None and export.format_of(packed) is None:
-        yield Finding(
-            "quant-algo",
+            "format-unchecked",
             f"{export.folder}: shapes and scales of {config.algo} are not checked here",
             "warning",
         )
-    fmt = export.format_of(packed) if packed is not None and export.algo != MIXED else None
-    # Readers know the size of all blocks but NVFP4's by the name of the format.
-    stated = config.group_size is not None or (export.algo is not None and "NVFP4" in export.algo)
-    if fmt and stated and config.group_size != fmt.group_size:
+    if (wrong := _SPELLED.get(str(config.algo))) is not None:
+        engine, right = wrong
         yield Finding(
-            "config-group-size",
-            f"{export.folder}: group_size is {config.group_size!r}, {fmt.quant_algo} has blocks of "
-            f"{fmt.group_size}; export again",
+            "algo-spelling",
+            f"{export.folder}: quant_algo is {config.algo!r}, which {engine} knows as {right!r} "
+            "alone; spell it so",
+            "warning",
+            engines=(engine,),
+            decisive=True,
         )
     section = export.checkpoint.config.get("quantization_config")
     groups = section.get("config_groups") if isinstance(section, dict) else None
@@ -253,119 +285,31 @@ def check_algo(export: Export, config: QuantConfig) -> Iterator[Finding]:
                 "config-groups",
                 f"{export.folder}: config_groups name no input_activations; vLLM then runs NVFP4 "
                 "as weight-only, export again",
+                engines=("vllm",),
             )
 
 
-def check_excludes(export: Export, config: QuantConfig) -> Iterator[Finding]:
-    """Compare the excluded modules with what is packed, as each of the engines reads the list.
-
-    Rules: ``exclude-entry``, ``exclude-unmatched``, ``excluded-but-packed``,
-    ``unpacked-not-excluded``, ``excluded-in-part``.
-    """
+def check_group_size(export: Export, config: QuantConfig) -> Iterator[Finding]:
+    """Rule ``config-group-size``."""
     if export.algo in (None, MIXED):
         return
-    usable = []
-    for entry in config.exclude:
-        if _ENTRY.fullmatch(entry):
-            usable.append(entry)
-        else:
-            yield Finding(
-                "exclude-entry",
-                f"{export.folder}: the excluded module {entry!r} is no name that an engine can "
-                "match; export again",
-            )
-    names = {*export.modules, *(m.parent for m in export.modules.values())}
-    names.update(name.rpartition(".")[0] for name in export.tensors)
-    for entry in usable:
-        head = entry.rpartition(".")[2] == "lm_head"  # a tied head has no tensor of its own
-        if not head and not any(tensorrt_excluded(name, (entry,)) for name in names):
-            yield Finding(
-                "exclude-unmatched",
-                f"{export.folder}: the excluded module {entry!r} does not exist; remove the entry",
-                "warning",
-            )
-    for layer in engine_layers(export):
-        yield from _check_layer(export, layer, usable)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLayer:
-    """A layer as engines build it: its name there and the modules on disk that it is made of."""
-
-    prefix: str
-    members: tuple[Module, ...]
-    fused: dict[str, tuple[str, ...]]
-
-
-def engine_layers(export: Export) -> Iterator[EngineLayer]:
-    """Yield every layer with a weight: joined projections and the experts of a block as one."""
-    container = re.compile(rf"(.*(?:^|\.){re.escape(export.storage.container)})\.\d+\..+")
-    experts: dict[str, list[Module]] = {}
-    dense: dict[str, dict[str, Module]] = {}
-    for module in export.modules.values():
-        if module.weight is None:
-            continue
-        if match := container.fullmatch(module.name):
-            experts.setdefault(match[1], []).append(module)
-        elif module.stacked:
-            experts.setdefault(module.parent, []).append(module)
-        else:
-            dense.setdefault(module.parent, {})[module.role] = module
-    for name, members in experts.items():
-        yield EngineLayer(name, tuple(members), {})
-    for parent, roles in dense.items():
-        dot = "." if parent else ""
-        for parts in export.ptq.fused_linears:
-            members = [roles.pop(part) for part in parts if part in roles]
-            fused = FUSED_NAMES.get(parts)
-            if fused and len(members) == len(parts):
-                yield EngineLayer(f"{parent}{dot}{fused}", tuple(members), {fused: parts})
-            else:
-                yield from (EngineLayer(m.name, (m,), {}) for m in members)
-        yield from (EngineLayer(m.name, (m,), {}) for m in roles.values())
-
-
-def _check_layer(export: Export, layer: EngineLayer, entries: list[str]) -> Iterator[Finding]:
-    packed = [m.packed for m in layer.members]
-    if len(set(packed)) > 1:
-        return  # reported as a group that does not share its format
-    tower = any(word in layer.prefix for word in _VLLM_TOWERS)
-    by_name = [tensorrt_excluded(name, entries) for name in (m.name for m in layer.members)]
-    listed = any(by_name) if packed[0] else all(by_name)
-    answers = {
-        "vLLM": vllm_excluded(layer.prefix, entries, fused=layer.fused),
-        "vLLM with renamed modules": vllm_excluded(
-            layer.prefix, entries, fused=layer.fused, mapped=True
-        ),
-        "SGLang": sglang_excluded(layer.prefix, entries, fused=layer.fused),
-        "TensorRT-LLM": listed or tensorrt_excluded(layer.prefix, entries),
-    }
-    if refusing := [engine for engine, answer in answers.items() if answer is None]:
+    packed = next(export.packed(), None)
+    fmt = export.format_of(packed) if packed is not None else None
+    # Readers know the size of all blocks but NVFP4's by the name of the format.
+    stated = config.group_size is not None or "NVFP4" in str(export.algo)
+    if fmt and stated and config.group_size != fmt.group_size:
         yield Finding(
-            "excluded-in-part",
-            f"{export.folder}: the list of excluded modules names a part of {layer.prefix!r} only; "
-            f"{', '.join(refusing)} refuses that, name all of "
-            f"{shorten(m.name for m in layer.members)}",
+            "config-group-size",
+            f"{export.folder}: group_size is {config.group_size!r}, {fmt.quant_algo} has blocks of "
+            f"{fmt.group_size}; export again",
         )
-    if packed[0]:
-        if wrong := [engine for engine, answer in answers.items() if answer]:
-            yield Finding(
-                "excluded-but-packed",
-                f"{export.folder}: {layer.prefix!r} is packed, and the list of excluded modules "
-                f"leaves it out as {', '.join(wrong)} reads it; correct the list",
-            )
-        return
-    wrong = [
-        engine
-        for engine, answer in answers.items()
-        if answer is False and not (tower and engine.startswith("vLLM"))
-    ]
-    # Engines do not quantize embeddings, listed or not.
-    if wrong and "embed" not in layer.prefix.rpartition(".")[2]:
+    sizes = {repr(part["group_size"]) for part in nested(config.section) if "group_size" in part}
+    if "FP4" in str(export.algo) and len(sizes) > 1:
         yield Finding(
-            "unpacked-not-excluded",
-            f"{export.folder}: {layer.prefix!r} is not packed, and {', '.join(wrong)} does not "
-            "find it among the excluded modules; add it",
+            "config-group-size",
+            f"{export.folder / NESTED_FILE}: states several group_sizes, {', '.join(sorted(sizes))}"
+            "; SGLang refuses that, state one",
+            engines=("sglang",),
         )
 
 

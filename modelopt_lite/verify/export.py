@@ -29,8 +29,10 @@ _SCALE = re.compile(
     r"(?P<module>.+?)(?P<joint>[._])"
     r"(?P<suffix>weight_scale_2|weight_scale|input_scale|pre_quant_scale"
     r"|weight_packed|weight_global_scale|input_global_scale|weight_shape"
+    r"|weight_zero_point|input_zero_point|weight_g_idx"
     r"|(weight_quantizer\._)?svdquant_lora_[ab])"
 )
+NO_SCALES = ("weight_zero_point", "input_zero_point", "weight_g_idx", "weight_shape")
 _KV_SCALE = re.compile(r"(?P<module>.+)\.(?P<which>[kv])_scale")
 _KV_BIAS = re.compile(r".+\.[kv]_proj\.[kv]_bias")
 _CHUNK_BYTES = 1 << 20  # stays in the cache between reading and looking

@@ -18,11 +18,16 @@ class Finding:
         message: File, tensor, value and remedy.
         severity: ``error``: an engine refuses the checkpoint or computes something else with it.
             ``warning``: it loads, and loses accuracy or was not checked in full.
+        engines: Those that it concerns, as ``--engine`` takes them; None: those of its rule, which
+            `audit` fills in.
+        decisive: A warning only because other engines load the export; to these it is an error.
     """
 
     rule: str
     message: str
     severity: Severity = "error"
+    engines: tuple[str, ...] | None = None
+    decisive: bool = False
 
 
 def shorten(names: Iterable[str], limit: int = 4) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from modelopt_lite.formats.declared import MIXED
-from modelopt_lite.offload.patterns import match_part
-from modelopt_lite.verify.config import QuantConfig
-from modelopt_lite.verify.export import Export, KVScale, Module, nested, scalar
+from modelopt_lite.dialects.compressed_tensors import CompressedTensors
+from modelopt_lite.verify.config import tied
+from modelopt_lite.verify.export import Export, Module, nested, scalar
 from modelopt_lite.verify.findings import Finding, shorten
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+# vLLM compares the input scales of gate and up of compressed-tensors' FP8 experts with it.
+_CLOSE = 1e-5
 
 
 def check_groups(export: Export) -> Iterator[Finding]:
@@ -28,6 +30,52 @@ def check_groups(export: Export) -> Iterator[Finding]:
             members = [roles[part] for part in parts if part in roles]
             if len(members) > 1:
                 yield from _check_group(export, members)
+                yield from _check_biases(export, members)
+    yield from _check_complete(export)
+
+
+def _check_biases(export: Export, members: list[Module]) -> Iterator[Finding]:
+    """Rule ``group-bias``."""
+    given = {m.name: f"{m.name}.bias" in export.tensors for m in members}
+    if len(set(given.values())) > 1:
+        yield Finding(
+            "group-bias",
+            f"{export.folder}: of {shorten(given)}, which engines join, "
+            f"{shorten(name for name, has in given.items() if not has)} has no bias; TensorRT-LLM "
+            "wants all of them or none, export again",
+        )
+
+
+def _check_complete(export: Export) -> Iterator[Finding]:
+    """Rule ``group-incomplete``: a part is missing that other layers have at the same place."""
+    siblings: dict[str, set[str]] = {}
+    for module in export.modules.values():
+        if not module.stacked:
+            siblings.setdefault(module.parent, set()).add(module.role)
+    places: dict[tuple[str, tuple[str, ...]], set[str]] = {}
+    for parent, roles in siblings.items():
+        for parts in export.ptq.fused_linears:
+            present = {part for part in parts if part in roles}
+            places.setdefault((_NUMBER.sub("*", f".{parent}."), parts), set()).update(present)
+    for parent, roles in siblings.items():
+        if export.storage.expert_of(f"{parent}.x")[0] is not None:
+            continue  # experts are counted by their own rule
+        for parts in export.ptq.fused_linears:
+            elsewhere = places[_NUMBER.sub("*", f".{parent}."), parts]
+            absent = [p for p in parts if p in elsewhere and p not in roles]
+            if absent and len(absent) < len(elsewhere) and not _of_the_model(export, parent, parts):
+                yield Finding(
+                    "group-incomplete",
+                    f"{export.folder}: {parent!r} has no {shorten(absent)}, and other layers have; "
+                    f"engines want all of {shorten(parts)}, export again",
+                )
+
+
+def _of_the_model(export: Export, parent: str, parts: tuple[str, ...]) -> bool:
+    """Whether the config says that values are keys, so that a layer has no ``v_proj``."""
+    return "v_proj" in parts and any(
+        part.get("attention_k_eq_v") for part in nested(export.checkpoint.config)
+    )
 
 
 def _check_group(export: Export, members: list[Module]) -> Iterator[Finding]:
@@ -62,35 +110,25 @@ def _check_group(export: Export, members: list[Module]) -> Iterator[Finding]:
             continue
         values = [scalar(export.checkpoint, info) for info in infos]
         if any(value != values[0] for value in values):
+            refused = _refused(export, members[0], suffix, values)
             yield Finding(
                 "group-scale",
                 f"{export.folder}: {names} are joined by engines and their {suffix} differs "
                 f"({', '.join(f'{value:.6g}' for value in values)}); quantize them together",
-                "error" if two_level else "warning",
+                "error" if two_level or refused else "warning",
+                engines=("vllm",) if refused else None,
             )
 
 
-def check_listed(export: Export, config: QuantConfig) -> Iterator[Finding]:
-    """Rule ``mixed-layers``: where there are several formats, every packed module states its own.
+def _refused(export: Export, member: Module, suffix: str, values: list[float]) -> bool:
+    """Whether vLLM refuses one-level experts for their input scales."""
+    expert = export.storage.expert_of(member.name)[0] is not None
+    far = max(values) - min(values) > _CLOSE
+    return far and expert and suffix == "input_scale" and _is_compressed(export)
 
-    Engines leave what is not listed unquantized, and look for codes where something is.
-    """
-    if export.algo != MIXED:
-        return
-    listed = set(config.declared.layers or {})
-    packed = {module.name for module in export.packed()}
-    for names, what in (
-        (packed - listed, "is packed, and quantized_layers does not list it"),
-        (listed - packed, "is listed in quantized_layers, and is not packed"),
-    ):
-        if names:
-            yield Finding("mixed-layers", f"{export.folder}: {shorten(sorted(names))} {what}")
-    if unknown := sorted(n for n in packed & listed if not export.declared.formats_of(n)):
-        yield Finding(
-            "mixed-layers",
-            f"{export.folder}: {shorten(unknown)} is of a format that is not checked here",
-            "warning",
-        )
+
+def _is_compressed(export: Export) -> bool:
+    return export.dialect.name == CompressedTensors.name
 
 
 def check_experts(export: Export) -> Iterator[Finding]:
@@ -105,6 +143,8 @@ def check_experts(export: Export) -> Iterator[Finding]:
     for block, roles in blocks.items():
         present = {index for experts in roles.values() for index in experts}
         wanted = set(range(max(max(present) + 1, stated)))
+        for role in export.storage.linear_names:
+            roles.setdefault(role, {})
         for role, experts in roles.items():
             if absent := sorted(wanted - set(experts)):
                 shown = shorten(f"{block}.{index}.{role}" for index in absent)
@@ -114,13 +154,39 @@ def check_experts(export: Export) -> Iterator[Finding]:
                     "leave its memory uninitialized, export again",
                 )
         everyone = [m for experts in roles.values() for m in experts.values()]
-        dtypes = {m.weight.dtype for m in everyone if m.weight}
-        if len(dtypes) > 1:
-            plain = shorten(m.name for m in everyone if not m.packed)
+        yield from _check_formats(export, block, everyone)
+
+
+def _check_formats(export: Export, block: str, experts: list[Module]) -> Iterator[Finding]:
+    """Rule ``expert-format``."""
+    plain = [m.name for m in experts if not m.packed]
+    if plain and len(plain) < len(experts):
+        yield Finding(
+            "expert-format",
+            f"{export.folder}: the experts of {block!r} differ in format, {shorten(plain)} is not "
+            "packed; quantize all of them or none",
+        )
+        return
+    formats = {fmt.name: m.name for m in experts if m.packed and (fmt := export.format_of(m))}
+    if len(formats) > 1:
+        shown = ", ".join(f"{name!r} is {fmt}" for fmt, name in sorted(formats.items()))
+        yield Finding(
+            "expert-format",
+            f"{export.folder}: the experts of {block!r} differ in format, {shown}; vLLM takes that "
+            "of the first for all, give them one",
+        )
+
+
+def check_head(export: Export) -> Iterator[Finding]:
+    """Rule ``tied-head``."""
+    if not tied(export.checkpoint.config):
+        return
+    for module in export.modules.values():
+        if module.role == "lm_head" and (module.packed or module.scales):
             yield Finding(
-                "expert-format",
-                f"{export.folder}: the experts of {block!r} differ in format, {plain} is not "
-                "packed; quantize all of them or none",
+                "tied-head",
+                f"{export.folder}: tie_word_embeddings is true, and {module.name!r} is quantized; "
+                "engines take the embedding for it, set the flag to false or leave the head",
             )
 
 
@@ -132,72 +198,3 @@ def _expert_count(export: Export) -> int:
         if isinstance(value := part.get(key), int)
     ]
     return max(counts, default=0)
-
-
-def check_kv(export: Export) -> Iterator[Finding]:
-    """Rules: ``kv-scale-shape``, ``kv-pair``, ``kv-missing``."""
-    layers: dict[str, dict[str, KVScale]] = {}
-    for scale in export.kv_scales:
-        layers.setdefault(scale.attention, {})[scale.which] = scale
-        if scale.tensor.shape not in {(), (1,)}:
-            yield Finding(
-                "kv-scale-shape",
-                f"{scale.tensor.file}: {scale.tensor.name!r} has shape "
-                f"{list(scale.tensor.shape)}, engines read one element; export again",
-            )
-    for attention, scales in layers.items():
-        if len(scales) == 1:
-            (which,) = scales
-            other = "v" if which == "k" else "k"
-            yield Finding(
-                "kv-pair",
-                f"{export.folder}: {attention!r} has {which}_scale and no {other}_scale; engines "
-                "want both or none, export again",
-            )
-    if not layers:
-        return
-    key = export.ptq.key_value_names[0]
-    attentions = [m.parent for m in export.modules.values() if m.role == key and m.weight]
-    left_out = export.ptq.skip_modules
-    if absent := [
-        name
-        for name in attentions
-        if name not in layers and not any(match_part(p, f"{name}.{key}") for p in left_out)
-    ]:
-        yield Finding(
-            "kv-missing",
-            f"{export.folder}: {shorten(absent)} has no k_scale and v_scale, other layers have; "
-            "engines scale its cache by 1, export again",
-            "error" if export.spec else "warning",  # without a spec it may be of a vision tower
-        )
-
-
-def check_kv_config(export: Export, config: QuantConfig) -> Iterator[Finding]:
-    """Rule ``kv-config``: scales of a KV cache exist where a format for it is stated.
-
-    A format without scales is a warning: ``fp8_cast`` and ``nvfp4_cast`` mean it. An affine format
-    has biases, and others have none.
-    """
-    affine = (config.kv_cache or "").upper().endswith("_AFFINE")
-    if affine != bool(export.kv_biases):
-        yield Finding(
-            "kv-config",
-            f"{export.folder}: the configs state the KV cache format {config.kv_cache}, and "
-            f"{len(export.kv_biases)} tensors k_bias and v_bias exist; engines then subtract "
-            "nothing, or what is not there, export again",
-            "error" if affine else "warning",
-        )
-    if config.kv_cache and not export.kv_scales:
-        yield Finding(
-            "kv-config",
-            f"{export.folder}: the configs state a {config.kv_cache} KV cache, and no k_scale or "
-            "v_scale exists; engines then scale by 1, export again if that is not meant",
-            "warning",
-        )
-    elif export.kv_scales and not config.kv_cache:
-        name = export.kv_scales[0].tensor.name
-        yield Finding(
-            "kv-config",
-            f"{export.folder}: {name!r} exists, and the configs state no KV cache format; engines "
-            "ignore it, export again",
-        )

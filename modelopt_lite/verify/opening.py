@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -11,13 +12,15 @@ from modelopt_lite.checkpoint.dequant import model_dtype
 from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.dialects.base import Stated
 from modelopt_lite.dialects.compressed_tensors import CompressedTensors
-from modelopt_lite.dialects.known import dialect_of
+from modelopt_lite.dialects.known import DIALECTS, dialect_of
 from modelopt_lite.dialects.modelopt import ModelOpt
 from modelopt_lite.errors import CheckpointError
 from modelopt_lite.verify import compressed, config
+from modelopt_lite.verify.cache import check_kv_config
+from modelopt_lite.verify.excludes import check_excludes, check_towers
 from modelopt_lite.verify.export import Export, read_export
 from modelopt_lite.verify.findings import Finding
-from modelopt_lite.verify.groups import check_kv_config, check_listed
+from modelopt_lite.verify.mixed import check_mixed
 
 Check = Callable[[Export], Iterator[Finding]]
 
@@ -35,6 +38,13 @@ class Opened:
     export: Export
     check: Check | None
     findings: list[Finding]
+
+
+def export_folders(folder: Path) -> list[Path]:
+    """Return the exports of a folder: itself, or those of one run in several dialects."""
+    if (folder / "config.json").exists():
+        return [folder]
+    return [p for name in DIALECTS if (p := folder / name).is_dir()] or [folder]
 
 
 def open_modules(checkpoint: Checkpoint) -> Opened:
@@ -57,9 +67,11 @@ def _read_modelopt(checkpoint: Checkpoint) -> tuple[Stated, Check | None, list[F
 
     def check(export: Export) -> Iterator[Finding]:
         yield from config.check_algo(export, read)
-        yield from config.check_excludes(export, read)
+        yield from config.check_group_size(export, read)
+        yield from check_excludes(export, read)
+        yield from check_towers(export)
         yield from check_kv_config(export, read)
-        yield from check_listed(export, read)
+        yield from check_mixed(export, read)
 
     return stated, check, findings
 

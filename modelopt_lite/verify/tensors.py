@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from modelopt_lite.checkpoint.header import TensorInfo
+from modelopt_lite.formats import nvfp4
 from modelopt_lite.formats.declared import same_shape
-from modelopt_lite.verify.export import PACKED_DTYPES, Export, Module, chunks
+from modelopt_lite.verify.export import NO_SCALES, PACKED_DTYPES, Export, Module, chunks, scalar
 from modelopt_lite.verify.findings import Finding, shorten
 
 
@@ -78,7 +80,9 @@ def _check_packed(export: Export, module: Module, weight: TensorInfo) -> Iterato
                 f"{info.file}: {info.name!r} has shape {list(info.shape)}, a weight of shape "
                 f"{list(shape)} needs {list(spec.shape)}; export again",
             )
+    yield from _check_packed_shape(export, module, shape)
     allowed = {"pre_quant_scale"} if export.smoothed else set()
+    allowed |= {"weight_zero_point", "input_zero_point"}  # of zeros, and read by nobody
     factors = {suffix for suffix in module.scales if "svdquant_lora_" in suffix}
     allowed |= factors if "SVD" in (export.algo or "") else set()
     if extra := sorted(set(module.scales) - set(wanted) - allowed):
@@ -86,6 +90,56 @@ def _check_packed(export: Export, module: Module, weight: TensorInfo) -> Iterato
             "scale-unexpected",
             f"{weight.file}: {module.name!r} has {shorten(extra)}, which {fmt.quant_algo} does "
             "not have; the config and the tensors do not belong together, export again",
+        )
+
+
+_LEFT_OVER = re.compile(r".*(_quantizer\..*|[._]amax)")
+
+
+def check_leftovers(export: Export) -> Iterator[Finding]:
+    """Rule ``leftover-tensor``."""
+    kept = {info.name for module in export.modules.values() for info in module.scales.values()}
+    names = [n for n in export.tensors if n not in kept and _LEFT_OVER.fullmatch(n)]
+    if names:
+        yield Finding(
+            "leftover-tensor",
+            f"{export.folder}: {shorten(names)} is a part of a quantizer, which no engine reads; "
+            "export again",
+        )
+
+
+def check_global_scales(export: Export) -> Iterator[Finding]:
+    """Rule ``scale-convention``: a weight above 2688 is likelier a reciprocal taken for a scale."""
+    limit = 1.0
+    for module in export.packed():
+        info, fmt = module.scales.get("weight_scale_2"), export.format_of(module)
+        if info is None or info.numel != 1 or fmt is None or fmt.group_size != nvfp4.BLOCK:
+            continue
+        scale = scalar(export.checkpoint, info)
+        if export.dialect.parts.get("weight_global_scale") and scale:
+            scale = 1 / scale
+        if limit < scale < float("inf"):
+            yield Finding(
+                "scale-convention",
+                f"{info.file}: {info.name!r} says that weights reach {2688 * scale:.4g}; if they "
+                "do not, it is the reciprocal of what this dialect stores, export again",
+                "warning",
+            )
+
+
+def _check_packed_shape(
+    export: Export, module: Module, shape: tuple[int, ...]
+) -> Iterator[Finding]:
+    """Rule ``packed-shape``."""
+    info = module.scales.get("weight_shape")
+    if info is None or info.shape != (2,) or info.dtype != torch.int64:
+        return
+    stated = tuple(export.checkpoint.read(info.name).tolist())
+    if stated != shape:
+        yield Finding(
+            "packed-shape",
+            f"{info.file}: {info.name!r} states {list(stated)}, and the codes stand for "
+            f"{list(shape)}; export again",
         )
 
 
@@ -113,6 +167,7 @@ def check_values(export: Export) -> Iterator[Finding]:
         for module in export.modules.values()
         for suffix, info in module.scales.items()
         if "svdquant_lora_" not in suffix  # factors, of either sign
+        and suffix not in NO_SCALES
     }
     scales.update(scale.tensor.name for scale in export.kv_scales)
     for name, info in export.tensors.items():

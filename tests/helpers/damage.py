@@ -82,3 +82,36 @@ def with_nan(tensor: Tensor) -> Tensor:
     tensor = tensor.clone()
     tensor.view(-1)[-1] = float("nan")
     return tensor
+
+
+def exclude(folder: Path, change: Callable[[list[str]], Any]) -> None:
+    """Change the list of excluded modules in both configs."""
+    edit_json(folder / "config.json", lambda c: change(c["quantization_config"]["ignore"]))
+    edit_json(
+        folder / "hf_quant_config.json", lambda c: change(c["quantization"]["exclude_modules"])
+    )
+
+
+def both_configs(folder: Path, key: str, value: Any) -> None:
+    """Set a key in both configs."""
+    edit_json(folder / "config.json", lambda c: c["quantization_config"].update({key: value}))
+    edit_json(folder / "hf_quant_config.json", lambda c: c["quantization"].update({key: value}))
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    """Split the single file in two, and return a right index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        weight_map.update(dict.fromkeys(part, file))
+    total = sum(t.numel() * t.element_size() for t in tensors.values())
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    """Write an index."""
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from damage import FP8, KV, MOE, NVFP4, Q, copied, edit_json, errors, source_of
-from safetensors.torch import load_file, save_file
+from damage import (
+    FP8,
+    KV,
+    MOE,
+    NVFP4,
+    Q,
+    both_configs,
+    copied,
+    edit_json,
+    errors,
+    exclude,
+    sharded,
+    source_of,
+    write_index,
+)
+from safetensors.torch import save_file
 
 from modelopt_lite.verify.audit import audit
-
-
-def exclude(folder: Path, change: Callable[[list[str]], Any]) -> None:
-    edit_json(folder / "config.json", lambda c: change(c["quantization_config"]["ignore"]))
-    edit_json(
-        folder / "hf_quant_config.json", lambda c: change(c["quantization"]["exclude_modules"])
-    )
-
-
-def both_configs(folder: Path, key: str, value: Any) -> None:
-    edit_json(folder / "config.json", lambda c: c["quantization_config"].update({key: value}))
-    edit_json(folder / "hf_quant_config.json", lambda c: c["quantization"].update({key: value}))
-
-
-def shard(folder: Path) -> dict[str, Any]:
-    """Split the single file in two, and return a right index."""
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names = sorted(tensors)
-    weight_map = {}
-    for number, part in enumerate((names[::2], names[1::2]), start=1):
-        file = f"model-0000{number}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, folder / file)
-        weight_map.update(dict.fromkeys(part, file))
-    total = sum(t.numel() * t.element_size() for t in tensors.values())
-    return {"metadata": {"total_size": total}, "weight_map": weight_map}
-
-
-def write_index(folder: Path, index: dict[str, Any]) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
 
 CONFIG_DAMAGES: list[tuple[str, Callable[[Path], object], set[str]]] = [
     (NVFP4, lambda f: (f / "hf_quant_config.json").unlink(), {"config-missing"}),
@@ -192,7 +174,7 @@ def test_damaged_files(
     damage: Callable[[Path, dict[str, Any]], None], rules: set[str], tmp_path: Path
 ) -> None:
     folder = copied(NVFP4, tmp_path)
-    index = shard(folder)
+    index = sharded(folder)
     damage(folder, index)
     write_index(folder, index)
     assert errors(folder) == rules
@@ -211,5 +193,5 @@ def test_no_folder_and_no_weights(tmp_path: Path) -> None:
 
 def test_a_sharded_export_is_clean(tmp_path: Path) -> None:
     folder = copied(NVFP4, tmp_path)
-    write_index(folder, shard(folder))
+    write_index(folder, sharded(folder))
     assert audit(folder, source=source_of(NVFP4), deep=True) == []
