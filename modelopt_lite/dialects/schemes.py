@@ -14,7 +14,8 @@ from typing import Any
 from modelopt_lite.formats import fp8_block, inputs, mxfp4, nvfp4
 from modelopt_lite.formats.codecs import fp4, fp8, integer
 from modelopt_lite.formats.codecs.base import Codec
-from modelopt_lite.formats.linear import FORMATS, LinearFormat, fits_groups
+from modelopt_lite.formats.groups import fits_groups
+from modelopt_lite.formats.linear import FORMATS, LinearFormat
 
 _PACKED = {"weight": "weight_packed"}
 _NVFP4 = {**_PACKED, "weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale"}

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from modelopt_lite.formats.linear import FORMATS, LinearFormat, fits_groups
+from modelopt_lite.formats.groups import fits_groups
+from modelopt_lite.formats.linear import FORMATS, LinearFormat
 
 MIXED = "MIXED_PRECISION"
 # Their weights lie on disk as those of NVFP4 do; other tensors come beside them.

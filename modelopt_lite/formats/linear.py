@@ -20,15 +20,8 @@ from modelopt_lite.formats import base, inputs
 from modelopt_lite.formats.base import Numerics, TensorSpec, row_chunks
 from modelopt_lite.formats.codecs import fp4, fp8, integer
 from modelopt_lite.formats.codecs.base import Codec
+from modelopt_lite.formats.groups import GROUP_MULTIPLE, fits_groups
 from modelopt_lite.formats.inputs import Inputs
-
-GROUP_MULTIPLE = 8
-"""Of a size of groups: eight 4-bit codes fill a word."""
-
-
-def fits_groups(size: int) -> bool:
-    """Return whether groups of any size may have this one."""
-    return size > 0 and size % GROUP_MULTIPLE == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.formats.cache import CACHE_FORMATS
-from modelopt_lite.formats.linear import GROUP_MULTIPLE, fits_groups
+from modelopt_lite.formats.groups import GROUP_MULTIPLE, fits_groups
 from modelopt_lite.recipes.algorithms import AlgorithmChoice, parse_algorithm
 
 _PRESETS = Path(__file__).parent
