@@ -135,7 +135,7 @@ class _Reading:
         return (
             name in self._naming.embedding_names
             or name in self._naming.head_names
-            or name.rpartition(".")[2] in ptq.router_names
+            or any(f".{router}." in f".{name}." for router in ptq.router_names)
             or any(match_part(pattern, name) for pattern in ptq.skip_modules)
         )
 
@@ -143,7 +143,7 @@ class _Reading:
         """Whether a tensor holds experts of a layer, stacked, or the biases of such."""
         storage = storage_facts(self._spec)
         parent, _, leaf = name.rpartition(".")
-        inside = f".{parent}".endswith(f".{storage.container}")
+        inside = storage.container_above(parent) is not None
         return inside and leaf.removesuffix("_bias") in storage.stacked_names
 
     def _check_experts(self) -> None:
@@ -156,12 +156,14 @@ class _Reading:
                 if expert is not None and container is not None:
                     numbers.setdefault(container, set()).add(expert)
                 elif len(shape) == 3 and self._is_of_experts(inside.removesuffix(".weight")):
-                    container = inside.removesuffix(".weight").rpartition(".")[0]
+                    parent = inside.removesuffix(".weight").rpartition(".")[0]
+                    container = storage.container_above(parent) or parent
                     numbers.setdefault(container, set()).update(range(shape[0]))
             for container, found in numbers.items():
                 block = container.removesuffix(storage.container)
-                routers = [layer.shapes.get(f"{block}{name}.weight") for name in ptq.router_names]
-                if found not in [set(range(shape[0])) for shape in routers if shape]:
+                routers = tuple(f"{block}{name}." for name in ptq.router_names)
+                shapes = [s for inside, s in layer.shapes.items() if inside.startswith(routers)]
+                if found not in [set(range(shape[0])) for shape in shapes if shape]:
                     raise UnclearNamesError(
                         f"{layer.path}.{container} has {counted(len(found), 'expert')}, and its "
                         "router another number of outputs"

@@ -117,8 +117,9 @@ def _single(source: str, info: TensorShape, storage: ExpertStorageSpec) -> Candi
 
 def _stacked(source: str, info: TensorShape, storage: ExpertStorageSpec) -> list[Candidate]:
     """A 3-D tensor with the experts of a layer: one candidate, or one for each matrix in it."""
-    container, _, leaf = source.removesuffix(".weight").rpartition(".")
-    if leaf not in storage.stacked_names:
+    parent, _, leaf = source.removesuffix(".weight").rpartition(".")
+    container = storage.container_above(parent)
+    if leaf not in storage.stacked_names or container is None:
         return []
     if storage.export_stacked:
         return [

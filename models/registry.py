@@ -10,11 +10,11 @@ import sys
 import typing
 from typing import Any
 
+from modelopt_lite.models.fieldtypes import is_tuple_hint
 from modelopt_lite.models.specs import (
     ModelSpec,
     MoESpec,
     _spec_sections,
-    is_tuple_hint,
     match_class_names,
 )
 

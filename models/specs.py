@@ -8,11 +8,12 @@ field says otherwise. This file imports neither torch nor transformers: modules 
 from __future__ import annotations
 
 import functools
-import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from modelopt_lite.models.fieldtypes import check_fields
 
 
 def match_class_names(module: object, names: tuple[str, ...]) -> bool:
@@ -29,55 +30,6 @@ def match_class_names(module: object, names: tuple[str, ...]) -> bool:
     return any(cls.__name__.casefold() in wanted for cls in type(module).__mro__)
 
 
-def is_tuple_hint(hint: Any) -> bool:
-    """Return whether a resolved annotation is a tuple type, or a union with one in it."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return any(is_tuple_hint(part) for part in typing.get_args(hint))
-    return hint is tuple or typing.get_origin(hint) is tuple
-
-
-def fits(value: object, hint: Any) -> bool:
-    """Return whether a value is of a resolved annotation, elements of tuples and dicts included."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, part) for part in parts)
-    if origin is Literal:
-        return value in parts
-    if origin is tuple and parts[-1] is ...:
-        return isinstance(value, tuple) and all(fits(item, parts[0]) for item in value)
-    if origin is tuple:
-        return (
-            isinstance(value, tuple) and len(value) == len(parts) and all(map(fits, value, parts))
-        )
-    if origin is dict:
-        return isinstance(value, dict) and all(
-            fits(key, parts[0]) and fits(item, parts[1]) for key, item in value.items()
-        )
-    if origin is Callable:
-        return callable(value)
-    return hint is Any or isinstance(value, type(None) if hint is None else hint)
-
-
-_hints = functools.cache(typing.get_type_hints)
-
-
-def _check_fields(record: object) -> None:
-    """Raise `TypeError` that names the first field of a record whose value is of another type."""
-    cls: Any = type(record)  # mypy takes a class with __hash__ for something unhashable
-    for name, hint in _hints(cls).items():
-        value = getattr(record, name)
-        if fits(value, hint):
-            continue
-        if is_tuple_hint(hint) and not isinstance(value, tuple):
-            # ("Name") is a string: without this check it would be read letter by letter.
-            raise TypeError(
-                f"{cls.__name__}.{name} must be a tuple, got {value!r}; "
-                "a tuple of one element ends with a comma: ('name',)"
-            )
-        wanted = hint.__name__ if isinstance(hint, type) else hint
-        raise TypeError(f"{cls.__name__}.{name} must be {wanted}, got {value!r}")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecSection:
     """Base of every section of a ``ModelSpec``.
@@ -91,7 +43,7 @@ class SpecSection:
     """
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,11 +219,13 @@ class ExpertStorageSpec(SpecSection):
     Attributes:
         container: Path of the experts inside the MoE block.
         linear_names: Names of one expert's linears, (gate, up, down), or (up, down) without a
-            gate. Empty where checkpoints never store experts one by one.
+            gate. Empty where neither checkpoints nor engines know experts one by one.
         stacked_names: Names of the 3-D tensors of checkpoints that store all experts in one:
             (gate and up, down), or (up, down) without a gate. [E, 2I, H] and [E, H, I], gate
             first, unless the two fields below say otherwise. As many as ``linear_names``, in
             the same order, where each stands for one of them.
+        stacked_parent: Path inside the block of the module that holds the stacked tensors on
+            disk, where that is not ``container``; "" is the block itself.
         input_major: The stacked tensors are [E, H, 2I] and [E, I, H].
         interleaved_gate_up: Gate and up alternate along 2I, gate at 0, 2, 4, ...
         export_stacked: Engines read the stacked names. False: they want one tensor an expert,
@@ -282,6 +236,7 @@ class ExpertStorageSpec(SpecSection):
     container: str = "experts"
     linear_names: tuple[str, ...] = ()
     stacked_names: tuple[str, ...] = ()
+    stacked_parent: str | None = None
     input_major: bool = False
     interleaved_gate_up: bool = False
     export_stacked: bool = False
@@ -295,6 +250,14 @@ class ExpertStorageSpec(SpecSection):
             if parts[at].isdigit() and ".".join(parts[at - depth : at]) == self.container:
                 return int(parts[at]), ".".join(parts[:at])
         return None, None
+
+    def container_above(self, parent: str) -> str | None:
+        """Return the container of the stacked experts in the module ``parent``, None for others."""
+        place = self.container if self.stacked_parent is None else self.stacked_parent
+        if place and not f".{parent}".endswith(f".{place}"):
+            return None
+        block = parent.removesuffix(place).removesuffix(".")
+        return f"{block}.{self.container}" if block else self.container
 
     def roles(self, stacked_name: str) -> tuple[str, ...]:
         """Return which of ``linear_names`` a stacked tensor holds, in order."""
@@ -366,7 +329,7 @@ class ModelSpec:
     naming_spec: NamingSpec | None = None
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         if not self.model_type:
             raise ValueError(
                 f"model_type is {self.model_type!r}; give the model_type of the model's config.json"

@@ -25,7 +25,7 @@ from modelopt_lite.structure import TensorShape, structure_of
 
 installed = Version(transformers.__version__)
 CONFIGS = json.loads((Path(__file__).parent / "models" / "tiny.json").read_text())
-SPECS = {spec.model_type: spec for spec in get_specs()}
+SPECS = {spec.model_type: spec for spec in get_specs() if spec.model_type in CONFIGS}
 QUANTIZED = re.compile(r"\.layers\.\d+\.\S+(_proj|_proj_with_mqa|\.w[123])(\.weight)?")
 
 
@@ -33,7 +33,7 @@ QUANTIZED = re.compile(r"\.layers\.\d+\.\S+(_proj|_proj_with_mqa|\.w[123])(\.wei
 def found_in(model_type: str) -> list[tuple[dict[str, TensorShape], list[Candidate]]]:
     """Tensors on disk and candidates of each tiny model of a type."""
     found = []
-    for fields in CONFIGS.get(model_type, CONFIGS["llama"]):
+    for fields in CONFIGS[model_type]:
         with tempfile.TemporaryDirectory() as name, quiet_transformers():
             config = transformers.AutoConfig.for_model(model_type, **fields)
             transformers.AutoModelForCausalLM.from_config(config).save_pretrained(name)

@@ -15,7 +15,7 @@ from modelopt_lite.models.specs import GATED_LINEARS, ExportSpec, ModelSpec, Nam
 # 5.14.1 and 5.24.0. The MLP reads pre_feedforward_layernorm; the two post norms feed the residual.
 # Module names, norms and who reads them: measured on built models, transformers 4.57.6, 5.14.1
 # and 5.24.0.
-register(
+SPEC = register(
     ModelSpec(
         model_type="gemma3",
         min_transformers_version="4.57",

@@ -16,7 +16,7 @@ from modelopt_lite.models.specs import (
 # Classes, module names, norms and who reads them: measured on built models, transformers 4.57.6,
 # 5.14.1 and 5.24.0. Names on disk: files written by save_pretrained of the same releases.
 # Expert parallelism: first release whose config class carries a plan (5.13.0).
-register(
+SPEC = register(
     ModelSpec(
         model_type="glm4_moe",
         min_transformers_version="4.57",

@@ -12,7 +12,7 @@ from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, MoESpec, Na
 # 5.14.1 and 5.24.0. Names on disk: files written by save_pretrained of the same releases.
 # Gate order: measured by running the experts' own gate function, transformers 5.24.0.
 # No EPSpec: transformers has a plan since 5.3, before expert parallelism needs it.
-register(
+SPEC = register(
     ModelSpec(
         model_type="gpt_oss",
         min_transformers_version="4.57",

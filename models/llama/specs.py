@@ -10,7 +10,7 @@ from modelopt_lite.models.specs import GATED_LINEARS, ExportSpec, ModelSpec, Nam
 # With fewer v_proj rows than o_proj reads (GQA) the exporter skips the first rule.
 # Module names, norms and who reads them: measured on built models, transformers 4.57.6, 5.14.1
 # and 5.24.0.
-register(
+SPEC = register(
     ModelSpec(
         model_type="llama",
         min_transformers_version="4.57",

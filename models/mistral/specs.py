@@ -7,7 +7,7 @@ from modelopt_lite.models.specs import GATED_LINEARS, ModelSpec, NamingSpec, PTQ
 
 # Module names, norms and who reads them: measured on built models, transformers 4.57.6, 5.14.1
 # and 5.24.0.
-register(
+SPEC = register(
     ModelSpec(
         model_type="mistral",
         min_transformers_version="4.57",

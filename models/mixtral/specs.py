@@ -20,7 +20,7 @@ from modelopt_lite.models.specs import (
 # 5.14.1 and 5.24.0. Names on disk: files written by save_pretrained of the same releases.
 # Expert parallelism: first release whose config class carries a plan (5.13.0).
 # Grouped export: NVIDIA Model Optimizer 0.47.0, layer_utils.get_experts_list.
-register(
+SPEC = register(
     ModelSpec(
         model_type="mixtral",
         min_transformers_version="4.57",

@@ -9,7 +9,7 @@ from modelopt_lite.models.specs import ExportSpec, ModelSpec, NamingSpec, PTQSpe
 # 5.14.1 and 5.24.0. LayerNorm1P is its name outside transformers.
 # Module names, norms and who reads them: measured on built models, transformers 4.57.6, 5.14.1
 # and 5.24.0.
-register(
+SPEC = register(
     ModelSpec(
         model_type="nemotron",
         min_transformers_version="4.57",

@@ -7,7 +7,7 @@ from modelopt_lite.models.specs import ModelSpec, NamingSpec, PTQSpec
 
 # Module names, norms and who reads them: measured on built models, transformers 4.57.6, 5.14.1
 # and 5.24.0.
-register(
+SPEC = register(
     ModelSpec(
         model_type="phi3",
         min_transformers_version="4.57",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 import json
@@ -25,12 +26,13 @@ from modelopt_lite.models import (
     match_class_names,
     match_moe_block,
 )
-from modelopt_lite.models.specs import STRUCTURAL_PTQ
+from modelopt_lite.models.specs import STRUCTURAL_PTQ, _spec_sections
 
 installed = Version(transformers.__version__)
 
-# model_type -> the configurations that together show every path a spec names; Llama's where none
-# is given. Every width is another number, so that a shape tells which one it is.
+# model_type -> the configurations that together show every path a spec names. Every width is
+# another number, so that a shape tells which one it is. These types stand for the others, which
+# take too long to build in every run: `modelopt-lite specs check` holds all to their models.
 CONFIGS = json.loads(Path(__file__).with_name("tiny.json").read_text())
 
 
@@ -38,7 +40,7 @@ CONFIGS = json.loads(Path(__file__).with_name("tiny.json").read_text())
 def models_of(model_type: str) -> tuple[Any, ...]:
     """Build the seeded float32 models of a type."""
     built = []
-    for fields in CONFIGS.get(model_type, CONFIGS["llama"]):
+    for fields in CONFIGS[model_type]:
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(model_type, **fields)
         built.append(transformers.AutoModelForCausalLM.from_config(config).float().eval())
@@ -82,11 +84,16 @@ def moe(spec: ModelSpec) -> tuple[MoESpec, ExpertStorageSpec]:
     return spec.moe_spec, spec.expert_storage_spec
 
 
-SPECS = [pytest.param(spec, id=spec.model_type) for spec in get_specs()]
-every_spec = pytest.mark.parametrize("spec", SPECS)
-every_moe = pytest.mark.parametrize(
-    "spec", [pytest.param(s, id=s.model_type) for s in get_specs() if s.moe_spec is not None]
-)
+def over(specs: list[ModelSpec]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("spec", [pytest.param(s, id=s.model_type) for s in specs])
+
+
+ALL = get_specs()
+BUILT = [spec for spec in ALL if spec.model_type in CONFIGS]
+every_record = over(ALL)
+every_moe_record = over([spec for spec in ALL if spec.moe_spec is not None])
+every_spec = over(BUILT)
+every_moe = over([spec for spec in BUILT if spec.moe_spec is not None])
 
 
 def blocks_of(model: Any, spec: ModelSpec) -> list[nn.Module]:
@@ -104,7 +111,7 @@ def experts_of(block: nn.Module, spec: ModelSpec) -> Any:
 # --- records among themselves
 
 
-@every_spec
+@every_record
 def test_a_version_is_given_and_never_below_the_floor(spec: ModelSpec) -> None:
     if spec.modeling_source == "transformers":
         assert Version(spec.min_transformers_version or "0") >= Version("4.57")
@@ -128,7 +135,7 @@ def test_the_first_release_is_not_later_than_the_installed_one_that_has_the_mode
     )
 
 
-@every_spec
+@every_record
 def test_moe_sections_come_together(spec: ModelSpec) -> None:
     assert (spec.moe_spec is None) == (spec.expert_storage_spec is None)
     assert (spec.moe_spec is None) == (not ptq(spec).router_names)
@@ -136,7 +143,18 @@ def test_moe_sections_come_together(spec: ModelSpec) -> None:
         assert spec.ep_spec is None
 
 
-@every_moe
+@every_record
+def test_a_name_is_given_once(spec: ModelSpec) -> None:
+    sections = [getattr(spec, name) for name in _spec_sections()]
+    for section in filter(None, sections):
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            if isinstance(value, tuple) and field.name != "key_value_names":
+                assert len(set(value)) == len(value), field.name
+    assert len(dict(ptq(spec).norm_feeds)) == len(ptq(spec).norm_feeds)
+
+
+@every_moe_record
 def test_naming_agrees_between_sections(spec: ModelSpec) -> None:
     layout, storage = moe(spec)
     names = storage.stacked_names if layout.fused_expert_names else storage.linear_names

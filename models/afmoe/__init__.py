@@ -1,0 +1,1 @@
+"""Facts about AFMoE (Arcee Trinity)."""

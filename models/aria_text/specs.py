@@ -1,0 +1,54 @@
+"""Aria, text only: experts stacked input-major as fc1 (gate and up) and fc2 (down)."""
+
+from __future__ import annotations
+
+from modelopt_lite.models.registry import register
+from modelopt_lite.models.specs import (
+    GATED_LINEARS,
+    EPSpec,
+    ExpertStorageSpec,
+    ModelSpec,
+    MoESpec,
+    NamingSpec,
+    PTQSpec,
+)
+
+# Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
+# 5.24.0. Names on disk: files written by save_pretrained of the same releases.
+# Expert parallelism: first release whose config class carries a plan (5.21.0).
+SPEC = register(
+    ModelSpec(
+        model_type="aria_text",
+        min_transformers_version="4.57",
+        moe_spec=MoESpec(
+            block_names=("AriaTextMoELayer",),
+            expert_linear_names=("gate_proj", "down_proj", "up_proj"),
+            gate_up_pair=("gate_proj", "up_proj"),
+        ),
+        ep_spec=EPSpec(requires_transformers="5.21"),
+        ptq_spec=PTQSpec(
+            layer_names=("AriaTextDecoderLayer",),
+            router_names=("router",),
+            fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
+            norm_feeds=(
+                ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+                (
+                    "post_attention_layernorm",
+                    (
+                        "mlp.router",
+                        "mlp.shared_experts.gate_proj",
+                        "mlp.shared_experts.up_proj",
+                        "mlp.experts",
+                    ),
+                ),
+            ),
+        ),
+        expert_storage_spec=ExpertStorageSpec(
+            linear_names=("gate_proj", "up_proj", "down_proj"),
+            stacked_names=("fc1", "fc2"),
+            input_major=True,
+            shared_expert_names=("shared_experts",),
+        ),
+        naming_spec=NamingSpec(layer_linear_names=GATED_LINEARS),
+    )
+)

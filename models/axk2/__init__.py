@@ -1,0 +1,1 @@
+"""Facts about A.X K2."""

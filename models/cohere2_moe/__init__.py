@@ -1,0 +1,1 @@
+"""Facts about Cohere 2 MoE."""

@@ -1,0 +1,1 @@
+"""Facts about DeepSeek-V2 and V2-Lite."""

@@ -1,0 +1,1 @@
+"""Facts about DeepSeek-V3.2."""

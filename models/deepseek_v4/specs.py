@@ -1,0 +1,163 @@
+"""DeepSeek-V4: compressed and sparse attention, hyper-connections, experts w1, w3 and w2."""
+
+from __future__ import annotations
+
+from modelopt_lite.models.registry import register
+from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, MoESpec, NamingSpec, PTQSpec
+
+# Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
+# 5.24.0. Names on disk: files written by save_pretrained of the same releases.
+# The second spelling of each name is that of files which transformers 5.24.0 writes.
+SPEC = register(
+    ModelSpec(
+        model_type="deepseek_v4",
+        min_transformers_version="5.8",
+        moe_spec=MoESpec(
+            block_names=("DeepseekV4SparseMoeBlock",),
+            expert_linear_names=("w1", "w2", "w3"),
+            gate_up_pair=("w1", "w3"),
+        ),
+        ptq_spec=PTQSpec(
+            layer_names=("DeepseekV4DecoderLayer",),
+            router_names=("gate",),
+            # Engines keep the compressors and the indexer's weights_proj as they are (vLLM,
+            # deepseek_v4.py).
+            skip_modules=(
+                "*.compressor.*",
+                "*.indexer.weights_proj",
+                "*.scorer.weights_proj",
+                "*hc_*",
+                "*_hc.*",
+                "*.tid2eid",
+            ),
+            fused_linears=(
+                ("q_a_proj", "kv_proj"),
+                ("wq_a", "wkv"),
+                ("gate_proj", "up_proj"),
+                ("w1", "w3"),
+            ),
+            norm_feeds=(
+                (
+                    "input_layernorm",
+                    (
+                        "self_attn.q_a_proj",
+                        "attn.wq_a",
+                        "self_attn.kv_proj",
+                        "attn.wkv",
+                        "self_attn.compressor.kv_proj",
+                        "attn.compressor.wkv",
+                        "self_attn.compressor.gate_proj",
+                        "attn.compressor.wgate",
+                        "self_attn.compressor.indexer.kv_proj",
+                        "attn.indexer.compressor.wkv",
+                        "self_attn.compressor.indexer.gate_proj",
+                        "attn.indexer.compressor.wgate",
+                        "self_attn.compressor.indexer.scorer.weights_proj",
+                        "attn.indexer.weights_proj",
+                    ),
+                ),
+                (
+                    "attn_norm",
+                    (
+                        "self_attn.q_a_proj",
+                        "attn.wq_a",
+                        "self_attn.kv_proj",
+                        "attn.wkv",
+                        "self_attn.compressor.kv_proj",
+                        "attn.compressor.wkv",
+                        "self_attn.compressor.gate_proj",
+                        "attn.compressor.wgate",
+                        "self_attn.compressor.indexer.kv_proj",
+                        "attn.indexer.compressor.wkv",
+                        "self_attn.compressor.indexer.gate_proj",
+                        "attn.indexer.compressor.wgate",
+                        "self_attn.compressor.indexer.scorer.weights_proj",
+                        "attn.indexer.weights_proj",
+                    ),
+                ),
+                (
+                    "self_attn.q_a_norm",
+                    (
+                        "self_attn.q_b_proj",
+                        "attn.wq_b",
+                        "self_attn.compressor.indexer.q_b_proj",
+                        "attn.indexer.wq_b",
+                    ),
+                ),
+                (
+                    "attn.q_norm",
+                    (
+                        "self_attn.q_b_proj",
+                        "attn.wq_b",
+                        "self_attn.compressor.indexer.q_b_proj",
+                        "attn.indexer.wq_b",
+                    ),
+                ),
+                (
+                    "post_attention_layernorm",
+                    (
+                        "mlp.gate",
+                        "ffn.gate",
+                        "mlp.experts",
+                        "ffn.experts",
+                        "mlp.shared_experts.gate_proj",
+                        "ffn.shared_experts.w1",
+                        "mlp.shared_experts.up_proj",
+                        "ffn.shared_experts.w3",
+                    ),
+                ),
+                (
+                    "ffn_norm",
+                    (
+                        "mlp.gate",
+                        "ffn.gate",
+                        "mlp.experts",
+                        "ffn.experts",
+                        "mlp.shared_experts.gate_proj",
+                        "ffn.shared_experts.w1",
+                        "mlp.shared_experts.up_proj",
+                        "ffn.shared_experts.w3",
+                    ),
+                ),
+            ),
+            # Loaded as bfloat16, these stay float32.
+            keep_dtype_names=(
+                "hc_base",
+                "hc_fn",
+                "hc_scale",
+                "base",
+                "fn",
+                "scale",
+                "e_score_correction_bias",
+                "position_bias",
+                "sinks",
+            ),
+        ),
+        expert_storage_spec=ExpertStorageSpec(
+            linear_names=("w1", "w3", "w2"),
+            stacked_names=("gate_up_proj", "down_proj"),
+            shared_expert_names=("shared_experts",),
+        ),
+        naming_spec=NamingSpec(
+            layer_linear_names=(
+                "q_a_proj",
+                "q_b_proj",
+                "kv_proj",
+                "o_a_proj",
+                "o_b_proj",
+                "wkv",
+                "wo_a",
+                "wo_b",
+                "wq_a",
+                "wq_b",
+                "gate_proj",
+                "up_proj",
+                "w1",
+                "w3",
+                "w2",
+                "down_proj",
+            ),
+            head_names=("lm_head", "head"),
+        ),
+    )
+)

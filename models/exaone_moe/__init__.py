@@ -1,0 +1,1 @@
+"""Facts about EXAONE MoE (K-EXAONE)."""

@@ -1,0 +1,1 @@
+"""Facts about Granite MoE with sliding windows.."""

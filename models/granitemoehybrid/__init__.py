@@ -1,0 +1,1 @@
+"""Facts about Granite 4 hybrid."""

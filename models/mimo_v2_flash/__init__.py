@@ -1,0 +1,1 @@
+"""Facts about MiMo-V2-Flash."""

@@ -1,0 +1,1 @@
+"""Facts about MiniMax-01 and M1."""

@@ -1,0 +1,1 @@
+"""Facts about Phi-3.5-MoE."""

@@ -1,0 +1,1 @@
+"""Facts about Sarvam with latent attention."""

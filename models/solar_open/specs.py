@@ -1,0 +1,20 @@
+"""Solar Open: GQA, dense first layers, then routed and shared experts."""
+
+from __future__ import annotations
+
+from modelopt_lite.models.glm4_moe.specs import SPEC as GLM4_MOE
+from modelopt_lite.models.registry import register
+from modelopt_lite.models.variants import variant
+
+# Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
+# 5.24.0. Names on disk: files written by save_pretrained of the same releases.
+# Expert parallelism: first release whose config class carries a plan (5.13.0).
+SPEC = register(
+    variant(
+        GLM4_MOE,
+        "solar_open",
+        min_transformers_version="5.0",
+        moe_spec={"block_names": ("SolarOpenMoE",)},
+        ptq_spec={"layer_names": ("SolarOpenDecoderLayer",)},
+    )
+)
