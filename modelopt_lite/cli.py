@@ -273,7 +273,7 @@ def specs_list(*, as_json: AsJson = False) -> None:
     """List the model types that have a spec."""
     from modelopt_lite.models import get_specs
 
-    specs = get_specs()
+    specs = sorted(get_specs(), key=lambda spec: spec.model_type)
     if as_json:
         _print_json([spec.model_type for spec in specs])
         return
