@@ -13,6 +13,7 @@ would protect nothing.
 from __future__ import annotations
 
 import itertools
+import mmap
 import platform
 import time
 import weakref
@@ -187,7 +188,10 @@ class HostDevice:
         check_size(nbytes)
         if self.capacity is not None and self.used + nbytes > self.capacity:
             raise out_of_memory(self.name, nbytes, self.used, self.capacity)
-        buffer = new_buffer(nbytes, self.torch_device)
+        # From a page's first byte on, so that whole pages of a file can be read into it.
+        with torch.inference_mode(False):
+            room = new_buffer(nbytes + mmap.PAGESIZE - 1, self.torch_device)
+            buffer = room[-room.data_ptr() % mmap.PAGESIZE :][:nbytes]
         self._sizes[buffer.data_ptr()] = nbytes
         self.used += nbytes
         return buffer

@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,65 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelopt_lite.checkpoint import Checkpoint, TensorInfo
+from modelopt_lite.checkpoint import TensorInfo
 from modelopt_lite.checkpoint.dequant import DequantizedSource, Source, model_dtype, open_source
 from modelopt_lite.checkpoint.fill import read_entries
 from modelopt_lite.checkpoint.names import NameMap, TensorGroup, map_names
 from modelopt_lite.errors import CheckpointError
-from modelopt_lite.offload.cargo import view_of
-from modelopt_lite.offload.device import as_bytes
+from modelopt_lite.offload.diskblock import BlockSource, Part, base_of, drop
 from modelopt_lite.offload.lazyparam import LazyParameter
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _ATTRIBUTE = "_modelopt_lite_disk"
 _PAGE = mmap.PAGESIZE
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A tensor's place in a block, and where its bytes come from: the disk, or memory."""
-
-    offset: int
-    like: Tensor
-    target: str
-    group: TensorGroup | None
-    position: tuple[str, int]  # file and byte, so that a disk is read forward
-
-
-class BlockSource:
-    """All bytes of one block, read from the checkpoint's files: a `DiskSource`."""
-
-    def __init__(self, source: Source, parts: Sequence[_Part]) -> None:
-        self._source = source
-        self._parts = list(parts)
-        self._by_group = self._grouped()
-
-    def read_into(self, dst: Tensor, /) -> None:
-        """Fill a block, uint8 [B] in host memory; each tensor on disk is read once.
-
-        Raises:
-            CheckpointError: A file cannot be read, or was changed.
-        """
-        for parts in self._by_group:
-            views = {part.target: view_of(dst, part.offset, part.like) for part in parts}
-            group = parts[0].group
-            if group is None:
-                np.copyto(as_bytes(views[parts[0].target]).numpy(), as_bytes(parts[0].like).numpy())
-            else:
-                read_entries(group, self._source.read, views, keep=_drop)
-
-    def take_from_memory(self, index: int) -> None:
-        """From now on copy the tensor of an index from where it rests, as its values changed."""
-        self._parts[index] = replace(self._parts[index], group=None, position=("", index))
-        self._by_group = self._grouped()
-
-    def _grouped(self) -> list[list[_Part]]:
-        """Parts by what is read at once, in the order of the disk."""
-        found: dict[int, list[_Part]] = {}
-        for part in sorted(self._parts, key=lambda part: part.position):
-            found.setdefault(id(part.group or part), []).append(part)
-        return list(found.values())
 
 
 @dataclass(slots=True)
@@ -90,6 +43,7 @@ class _Entry:
     target: str
     group: TensorGroup
     position: tuple[str, int]
+    info: TensorInfo | None  # where a file holds its bytes as they are
     pointer: int
     version: int
 
@@ -128,11 +82,16 @@ class DiskWeights:
         for at, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
             entry = self._entries[id(tensor)] if self.covers(tensor) else None
             if entry is None:
-                parts.append(_Part(offset, tensor.detach(), f"#{at}", None, ("", at)))
+                parts.append(Part(offset, tensor.detach(), f"#{at}", None, None, ("", at)))
             else:
                 like = self.resting(tensor)
-                parts.append(_Part(offset, like, entry.target, entry.group, entry.position))
+                place = (entry.group, entry.info, entry.position)
+                parts.append(Part(offset, like, entry.target, *place))
         return BlockSource(self.source, parts)
+
+    def places(self, tensors: Sequence[Tensor]) -> list[TensorInfo | None]:
+        """Return where files hold the bytes of tensors as they are, of those that rest there."""
+        return [self._entries[id(t)].info if self.covers(t) else None for t in tensors]
 
     def resting(self, tensor: Tensor) -> Tensor:
         """Return the data that a tensor has at rest, without reading it."""
@@ -143,20 +102,16 @@ class DiskWeights:
         entry = self._entries[id(tensor)]
         like = self.resting(tensor)
         value = torch.empty(like.shape, dtype=like.dtype)
-        read_entries(entry.group, self.source.read, {entry.target: value}, keep=_drop)
+        read_entries(entry.group, self.source.read, {entry.target: value}, keep=drop)
         return value
-
-    @property
-    def _base(self) -> Checkpoint:
-        return self.source.base if isinstance(self.source, DequantizedSource) else self.source
 
     def read_uncached(self) -> None:
         """From now on read past the page cache, which does not hold the model from pass to pass."""
-        self._base.uncached = True
+        base_of(self.source).uncached = True
 
     def drop_cache(self) -> None:
         """Ask the system to forget the files' pages, so that the next read is from the disk."""
-        for path in self._base.files:
+        for path in base_of(self.source).files:
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -244,7 +199,7 @@ class _Filler:
                 module._parameters[leaf] = self._made[target]
             else:
                 value = torch.empty(blank.shape, dtype=blank.dtype)
-                read_entries(group, self._source.read, {target: value}, keep=_drop)
+                read_entries(group, self._source.read, {target: value}, keep=drop)
                 module._buffers[leaf] = value
         self._check_buffers()
 
@@ -259,12 +214,18 @@ class _Filler:
         else:
 
             def read(out: Tensor) -> None:
-                read_entries(group, source.read, {target: out}, keep=_drop)
+                read_entries(group, source.read, {target: out}, keep=drop)
 
             made = LazyParameter.make(blank.shape, blank.dtype, read)
         pointer = 0 if view is None else made.data_ptr()
         self._weights._entries[id(made)] = _Entry(
-            made, target, group, position, pointer, made._version
+            made,
+            target,
+            group,
+            position,
+            info if view is not None else None,
+            pointer,
+            made._version,
         )
         return made
 
@@ -371,10 +332,6 @@ def _declared_ties(model: nn.Module) -> Iterator[None]:
 
 def _nowhere() -> None:
     """Return what a copied model has in the place of `DiskWeights`."""
-
-
-def _drop(name: str, value: Tensor) -> None:
-    """Ignore a tensor that `read_entries` shows."""
 
 
 def _written(tensor: Tensor) -> bool:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from modelopt_lite.offload.cargo import Cargo, IndirectCargo, Managed, plan_block
 from modelopt_lite.offload.config import OffloadConfig
 from modelopt_lite.offload.device import Device
-from modelopt_lite.offload.disk import BlockSource, DiskWeights, disk_weights
+from modelopt_lite.offload.disk import DiskWeights, disk_weights
+from modelopt_lite.offload.diskblock import BlockSource, most_as_on_disk, plan_as_on_disk
 from modelopt_lite.offload.hostmemory import host_memory
 from modelopt_lite.offload.lazyparam import LazyParameter
 from modelopt_lite.offload.ledger import RESIDENT
@@ -77,6 +78,8 @@ class DiskTensorManager(TensorManager):
         if weights.source.total_bytes > host_memory()[0]:
             weights.read_uncached()
         self._read_in: dict[int, tuple[Tensor, Tensor, int]] = {}
+        # Kernels of accelerators want tensors aligned, wherever they lie in their pages on disk.
+        self._as_on_disk = device.torch_device.type == "cpu"
         self._looked_up = _tables(model) if device.torch_device.type == "cpu" else frozenset()
 
     def transfer_curve(self) -> dict[int, float]:
@@ -117,11 +120,17 @@ class DiskTensorManager(TensorManager):
             return super()._pack(label, managed)
         values = [m.tensor for m in managed]
         resting = tuple(self._weights.resting(value) for value in values)
-        offsets, size = plan_block(resting)
+        if self._as_on_disk:
+            offsets, size = plan_as_on_disk(resting, self._weights.places(values))
+        else:
+            offsets, size = plan_block(resting)
         source = self._weights.block(values, offsets)
         if self._config.profile_mode != "torch_function":
             return DiskCargo(label, tuple(managed), offsets, size, source, resting)
         return IndirectDiskCargo(label, tuple(managed), offsets, size, source, resting, self.table)
+
+    def _bytes_in_block(self, tensor: Tensor) -> int:
+        return most_as_on_disk(tensor) if self._as_on_disk else super()._bytes_in_block(tensor)
 
     def _keep(self, tensor: Tensor, owner: str, rooms: set[int]) -> None:
         if not self._weights.covers(tensor):

@@ -141,7 +141,9 @@ class TensorManager:
                 if readers[id(m.tensor)] == {label} and can_move(m.tensor):
                     mine.setdefault(id(m.tensor), m)
             self._by_label[label] = list(mine.values())
-            self.layer_statistics_collector.set_tensors(label, _statistics(list(mine.values())))
+            self.layer_statistics_collector.set_tensors(
+                label, self._statistics(list(mine.values()))
+            )
 
     def watch(self) -> OutsideReads:
         """Return a mode that sees what is read while its label is not in."""
@@ -157,7 +159,7 @@ class TensorManager:
             if len(left) < len(managed):
                 names += [m.name for m in managed if m not in left]
                 self._by_label[label] = left
-                self.layer_statistics_collector.set_tensors(label, _statistics(left))
+                self.layer_statistics_collector.set_tensors(label, self._statistics(left))
         return names
 
     def place(self) -> None:
@@ -320,6 +322,25 @@ class TensorManager:
     def _rests_on_disk(self, tensor: Tensor) -> bool:
         return False
 
+    def _statistics(self, managed: Sequence[Managed]) -> list[TensorStatistics]:
+        """One entry for each tensor with those attached to it: they move together."""
+        groups: dict[int, list[Managed]] = {}
+        for m in managed:
+            groups.setdefault(id(m.holder), []).append(m)
+        return [
+            TensorStatistics(
+                tensor_id=id(group[0].tensor),
+                name=group[0].name,
+                size_bytes=sum(self._bytes_in_block(m.tensor) for m in group),
+                inner_ids=tuple(id(m.tensor) for m in group[1:]),
+            )
+            for group in groups.values()
+        ]
+
+    def _bytes_in_block(self, tensor: Tensor) -> int:
+        """What a tensor takes in a block at most."""
+        return packed_bytes(tensor)
+
     def _pack(self, label: str, managed: Sequence[Managed]) -> Cargo:
         _, size = plan_block([m.tensor for m in managed])
         room = new_buffer(size, torch.device("cpu"))
@@ -369,19 +390,3 @@ class TensorManager:
             if id(managed.tensor) not in seen:
                 seen.add(id(managed.tensor))
                 yield managed.tensor
-
-
-def _statistics(managed: Sequence[Managed]) -> list[TensorStatistics]:
-    """One entry for each tensor with those attached to it: they move together."""
-    groups: dict[int, list[Managed]] = {}
-    for m in managed:
-        groups.setdefault(id(m.holder), []).append(m)
-    return [
-        TensorStatistics(
-            tensor_id=id(group[0].tensor),
-            name=group[0].name,
-            size_bytes=sum(packed_bytes(m.tensor) for m in group),
-            inner_ids=tuple(id(m.tensor) for m in group[1:]),
-        )
-        for group in groups.values()
-    ]

@@ -14,6 +14,8 @@ import os
 import reprlib
 import threading
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -166,6 +168,30 @@ class Checkpoint:
             self.bytes_read += info.nbytes
             self.reads[name] += 1
         return out
+
+    def read_run(self, names: Sequence[str], out: Tensor) -> None:
+        """Read tensors that follow one another in a file, with one request.
+
+        Args:
+            names: Keys of ``tensors``, each beginning where the one before it ends.
+            out: Host memory, uint8 with the bytes of all of them.
+
+        Raises:
+            CheckpointError: As for `read`.
+            InternalError: They do not follow one another, or ``out`` has another size.
+        """
+        infos = [self.tensors[name] for name in names]
+        for one, after in pairwise(infos):
+            if (one.file, one.end) != (after.file, after.start):
+                raise InternalError(f"{after.name!r} does not follow {one.name!r} in a file")
+        first, end = infos[0], infos[-1].end
+        if out.numel() != end - first.start:
+            raise InternalError(f"{end - first.start} bytes to be read into {out.numel()}")
+        if out.numel():
+            self._read_bytes(first, byte_view(out))
+        with self._lock:
+            self.bytes_read += out.numel()
+            self.reads.update(names)
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""

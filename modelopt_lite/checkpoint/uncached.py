@@ -4,6 +4,9 @@ A weight that is read once a pass, of a model larger than memory, is gone from t
 it is asked for again. Going through the cache then costs a core's time for nothing: pages are
 allocated, copied from, and dropped, which takes ten times as long as the disk's own transfer
 (docs/performance.md).
+
+Memory that lies as the file does, page by page, is read into directly. Other memory gets its bytes
+through a small window that lies so.
 """
 
 from __future__ import annotations
@@ -15,12 +18,15 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 ALIGN = 4096  # of positions, sizes and addresses; no disk asks for more
 ROOM = 2 << 20  # bytes of a window; stays in the second-level cache
 AHEAD = 2  # windows on their way while one is copied from: a disk wants more than one request
+_MOST = 1 << 30  # one preadv moves at most 2 GiB - 4 KiB on Linux
+WORTH_A_REQUEST = 1 << 20  # smaller ones lose a third of a disk's rate
 FLAG = getattr(os, "O_DIRECT", 0)  # 0: the system has no such reads
 
 
@@ -52,11 +58,11 @@ class _Forward:
     def holds(self, path: Path, at: int) -> bool:
         return self.path == path and self.window.start <= at < self.window.end
 
-    def move(self, fd: int, path: Path, at: int, wanted: int) -> None:
+    def move(self, fd: int, path: Path, at: int, wanted: int, *, alone: bool) -> None:
         """Have the window at ``at``: what is wanted, and more where reads follow one another."""
         start = at - at % ALIGN
         size = min(-(-(at + wanted - start) // ALIGN) * ALIGN, ROOM)
-        goes_on = self.path == path and 0 <= at - self.last < ALIGN
+        goes_on = not alone and self.path == path and 0 <= at - self.last < ALIGN
         if goes_on and self._ahead and self._ahead[0][0] == start:
             self._idle.append(self.window)
             _, self.window, filled = self._ahead.popleft()
@@ -84,8 +90,16 @@ class _Forward:
             self._idle.append(window)
 
 
+def lies_alike(address: int, start: int) -> bool:
+    """Whether bytes from ``start`` of a file can be read to an address without a window."""
+    return (address - start) % ALIGN == 0
+
+
 class UncachedReader:
-    """Reads through small aligned windows, a few for each thread."""
+    """Reads whole pages to where they belong, and through small windows what cannot be read so.
+
+    Windows are a few for each thread.
+    """
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -108,16 +122,41 @@ class UncachedReader:
         Raises:
             OSError: The read failed; EINVAL where the file system has no such reads.
         """
+        into, head = np.frombuffer(buffer, np.uint8), -start % ALIGN
+        pages = (len(into) - head) // ALIGN * ALIGN
+        if not lies_alike(into.ctypes.data, start) or pages < WORTH_A_REQUEST:
+            return self._through_windows(fd, path, start, into)
+        done = self._through_windows(fd, path, start, into[:head], alone=True)
+        while head <= done < head + pages:
+            part = buffer[done : min(done + _MOST, head + pages)]
+            count = os.preadv(fd, [part], start + done)
+            done += count
+            if not count or count % ALIGN:
+                break
+        if done != head + pages:  # the file ends before
+            return done
+        return done + self._through_windows(fd, path, start + done, into[done:], alone=True)
+
+    def _through_windows(
+        self,
+        fd: int,
+        path: Path,
+        start: int,
+        into: np.ndarray[Any, np.dtype[np.uint8]],
+        *,
+        alone: bool = False,
+    ) -> int:
+        """Read as `read` does; ``alone``, what follows is not read ahead."""
         forward = self._of_this_thread()
-        into, done = np.frombuffer(buffer, np.uint8), 0
-        while done < len(buffer):
+        done = 0
+        while done < len(into):
             at = start + done
             if not forward.holds(path, at):
-                forward.move(fd, path, at, len(buffer) - done)
+                forward.move(fd, path, at, len(into) - done, alone=alone)
                 if not forward.holds(path, at):
                     break
             window = forward.window
-            count = min(window.end - at, len(buffer) - done)
+            count = min(window.end - at, len(into) - done)
             # numpy copies without the interpreter's lock, and on this thread alone.
             np.copyto(into[done : done + count], window.bytes[at - window.start :][:count])
             done += count

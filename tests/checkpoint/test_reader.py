@@ -313,3 +313,23 @@ def test_constructing_reads_no_weights(make_checkpoint: MakeCheckpoint) -> None:
     (folder / "model.safetensors").write_bytes(raw)
     checkpoint = Checkpoint(folder)
     assert (checkpoint.bytes_read, checkpoint.total_bytes) == (0, 4 << 16)
+
+
+@pytest.mark.parametrize("uncached", [False, True])
+def test_tensors_that_follow_one_another_are_read_at_once(
+    make_checkpoint: MakeCheckpoint, uncached: bool
+) -> None:
+    content = {f"t{i}": torch.randn(5, 301 + i) for i in range(4)}
+    checkpoint = Checkpoint(make_checkpoint(content))
+    checkpoint.uncached = uncached
+    names = list(checkpoint.tensors)[1:3]
+    expected = b"".join(content[name].numpy().tobytes() for name in names)
+    room = torch.zeros(len(expected), dtype=torch.uint8)
+    checkpoint.read_run(names, room)
+    assert room.numpy().tobytes() == expected
+    assert checkpoint.bytes_read == len(expected)
+    assert checkpoint.reads == dict.fromkeys(names, 1)
+    with pytest.raises(InternalError, match="does not follow"):
+        checkpoint.read_run(names[::-1], room)
+    with pytest.raises(InternalError, match="to be read into"):
+        checkpoint.read_run(names, room[1:])

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from modelopt_lite.checkpoint.reader import Checkpoint
-from modelopt_lite.checkpoint.uncached import AHEAD, FLAG, ROOM, UncachedReader
+from modelopt_lite.checkpoint.uncached import AHEAD, ALIGN, FLAG, ROOM, UncachedReader
 from modelopt_lite.errors import CheckpointError
 
 MakeCheckpoint = Callable[..., Path]
@@ -68,6 +69,59 @@ def test_any_reads_in_any_order(
         assert count == len(expected)
         assert buffer == expected + b"\xa5" * (size - count)
         end = start + count
+
+
+@settings(
+    deadline=None,
+    max_examples=30,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(reads=pieces)
+def test_memory_that_lies_as_the_file_is_read_to_directly(
+    direct: tuple[int, Path], content: bytes, reads: list[tuple[int, int, bool]]
+) -> None:
+    fd, path = direct
+    reader, end = UncachedReader(), 0
+    room = mmap.mmap(-1, SIZE + 4 * ALIGN)
+    for anywhere, size, forward in reads:
+        start = end if forward else anywhere
+        at = ALIGN + start % ALIGN
+        room[:] = b"\xa5" * len(room)
+        count = reader.read(fd, path, start, memoryview(room)[at : at + size])
+        expected = content[start : start + size]
+        right = count == len(expected) and room[at : at + count] == expected
+        assert right, (start, size, count)
+        around = room[:at] + room[at + size :]
+        assert around.count(b"\xa5") == len(around), (start, size)
+        end = start + count
+
+
+def test_many_pages_are_one_request(
+    direct: tuple[int, Path], content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fd, path = direct
+    reader, asked, preadv = UncachedReader(), [], os.preadv
+    room = mmap.mmap(-1, SIZE)
+
+    def counted(fd: int, parts: list[memoryview], at: int) -> int:
+        asked.append((at, len(parts[0])))
+        return preadv(fd, parts, at)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    reader.read(fd, path, 100, memoryview(room)[100 : 2 * ROOM + 300])
+    reader.read(fd, path, 2 * ROOM + 300, memoryview(room)[2 * ROOM + 300 :])
+    same = room[100:] == content[100:]
+    assert same
+    last = SIZE - SIZE % ALIGN
+    assert asked == [
+        (0, ALIGN),
+        (ALIGN, 2 * ROOM - ALIGN),
+        (2 * ROOM, ALIGN),  # serves both: the end of the one and the beginning of the other
+        (2 * ROOM + ALIGN, last - 2 * ROOM - ALIGN),
+        (last, ALIGN),
+    ]
+    reader.close()
 
 
 def test_small_tensors_in_turn_are_read_together(

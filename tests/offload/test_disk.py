@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from modelopt_lite.build import quiet_transformers
+from modelopt_lite.checkpoint.uncached import ALIGN, FLAG
 from modelopt_lite.errors import CheckpointError, OffloadError
 from modelopt_lite.offload.config import OffloadConfig
 from modelopt_lite.offload.device import HostDevice
@@ -100,11 +102,16 @@ def test_the_model_runs_and_is_saved_before_anything_is_offloaded(saved: Any) ->
 
 @pytest.mark.parametrize("device", [HostDevice, lambda: SimDevice(1 << 24)])
 @pytest.mark.parametrize("mode", ["view", "torch_function"])
+@pytest.mark.parametrize("least_run", [0, 1 << 20])
 def test_outputs_are_bit_equal_and_weights_true_in_all_phases(
-    saved: Any, device: Any, mode: str
+    saved: Any, device: Any, mode: str, least_run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, reference = saved
+    monkeypatch.setattr("modelopt_lite.offload.diskblock.WORTH_A_REQUEST", least_run)
+    monkeypatch.setattr("modelopt_lite.checkpoint.uncached.WORTH_A_REQUEST", least_run)
     model = open_from_disk(Tied, folder)
+    if not least_run:
+        weights_of(model).read_uncached()
     rest = {name: p.data_ptr() for name, p in model.named_parameters() if "3.a" not in name}
     with OffloadOn(device(), model, mode) as manager:
         phases = set()
@@ -170,6 +177,63 @@ def test_each_weight_is_read_once_a_pass(saved: Any) -> None:
         assert set(source.reads) == moved
         assert all(3 <= count <= 5 for count in source.reads.values())  # look-ahead at both ends
         assert sum(source.reads.values()) <= 4 * len(moved) + len(moved)
+
+
+WIDE = 800  # a matrix has 2.5 MB
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = ((nn.Linear(WIDE, WIDE, bias=False), nn.Linear(WIDE, WIDE)) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Sequential(*pair) for pair in pairs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.skipif(not FLAG, reason="the system has no reads past the page cache")
+def test_a_layer_is_read_straight_into_its_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    reference = Wide().eval().requires_grad_(False)
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    model = open_from_disk(Wide, tmp_path)
+    weights = weights_of(model)
+    weights.read_uncached()
+    x = torch.randn(2, WIDE)
+    asked: list[int] = []
+    preadv = os.preadv
+
+    def counted(fd: int, parts: list[memoryview], at: int) -> int:
+        asked.append(len(parts[0]))
+        return preadv(fd, parts, at)
+
+    with OffloadOn(HostDevice(), model) as manager:
+        while manager.phase is not Phase.INFERENCE:
+            assert torch.equal(model(x), reference(x))
+        tensors = manager.get_tensor_manager()
+        assert tensors is not None
+        assert tensors.plan is not None
+        ledger = tensors.ledger
+        assert ledger.total("device") <= tensors.plan.prediction.peak_bytes + tensors.resident_bytes
+        manager._device.synchronize()  # type: ignore[union-attr]
+        monkeypatch.setattr(os, "preadv", counted)
+        assert torch.equal(model(x), reference(x))
+        manager._device.synchronize()  # type: ignore[union-attr]
+        moved = [cargo.nbytes for cargo in tensors._cargos.values()]
+        assert len(moved) >= 3
+        assert weights.source.tensors["layers.1.1.weight"].start % ALIGN  # not by chance
+        if weights.source.uncached:  # type: ignore[union-attr]
+            whole = [size for size in asked if size > ALIGN]
+            # A request for each matrix, as a small bias lies between, and the next pass begun.
+            assert 2 * len(moved) <= len(whole) <= 2 * len(moved) + 4
+            assert min(whole) > WIDE * WIDE * 4 - 2 * ALIGN
+    assert_same_state(model, reference)
 
 
 class Untied(Tied):
