@@ -4,8 +4,8 @@ Each run is a process of its own, and the sides take turns, so that a machine th
 for all of them. On a CPU the weights rest on disk, on an accelerator in host memory. ``resident``
 is the share of the weights that accelerate may keep on the device (its ``max_memory``). Ours,
 ``share``, covers the blocks that weights pass through and the weights that stay. On a CPU it is
-smaller: of what accelerate is given, it leaves room for its largest layer and maps the embeddings.
-What counts is the peak of the process.
+smaller by `LEFT_BY_PEER`: of what accelerate is given, it leaves room for its largest layer and maps
+the embeddings. What counts is the peak of the process.
 
 Before each forward pass, those of generate() included, the files are dropped from the page cache,
 as they would be gone from it were the model larger than memory; mincore(2) tells that they are (but
@@ -25,13 +25,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from coldcache import cached_bytes, drop
 
 NUMBERS = ("setup", "forward", "generate", "cpu", "peak_rss", "peak_device", "warm_bytes")
+LEFT_BY_PEER = 0.225e9  # bytes, with the layers of this model: both sides then peak alike
 PEER, OURS = "accelerate", "modelopt-lite"
 
 
@@ -282,10 +283,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--resident", type=float, nargs="+", default=[0.25])
-    parser.add_argument("--share", type=float, help="ours; by default 0.14 less on a CPU")
+    parser.add_argument("--share", type=float, help="ours; by default as much memory in all")
     parser.add_argument("--plain", action="store_true", help="all weights resident as a third side")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=24, help="of 50 MB")
+    parser.add_argument("--layers", type=int, default=30, help="of 50 MB")
     parser.add_argument("--tokens", type=int, default=256, help="in a batch")
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=4)
@@ -305,17 +306,19 @@ def main() -> None:
             make_checkpoint(folder, LLAMA, num_hidden_layers=options.layers, vocab_size=32000)
         met = True
         for resident in options.resident:
-            share = options.share or resident - 0.14 * (options.device == "cpu")
             work = Work(
                 folder=str(folder),
                 device=options.device,
                 resident=resident,
-                share=share,
+                share=options.share or resident,
                 tokens=options.tokens,
                 batches=options.batches,
                 new_tokens=options.new_tokens,
                 threads=options.threads,
             )
+            if options.device == "cpu" and not options.share:
+                share = max(resident - LEFT_BY_PEER / work.budget(1.0), 0.01)
+                work = replace(work, share=share)
             met &= compare(
                 work, [OURS, PEER, *(["plain"] if options.plain else [])], options.rounds
             )

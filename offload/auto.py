@@ -8,7 +8,7 @@ recognised by name and build.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -19,24 +19,18 @@ from modelopt_lite.models.specs import ptq_facts
 from modelopt_lite.offload.cargo import ALIGN
 from modelopt_lite.offload.config import OffloadConfig
 from modelopt_lite.offload.device import Device, current_device
+from modelopt_lite.offload.expertgroups import (
+    ExpertGroup,
+    StackedExperts,
+    split_to_fit,
+    stacked_parameters,
+    without,
+)
 from modelopt_lite.offload.places import has_forward
 from modelopt_lite.offload.selection import select
 from modelopt_lite.offload.units import find_units
 
 _BLOCKS = (2, 1)  # one that computes and one that is filled; or one that does both in turn
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertGroup:
-    """Experts of one block that are in memory at the same time, when the block as a whole is not.
-
-    ``experts`` are their paths. They are streamed expert by expert; a group is how many the budget
-    holds at once.
-    """
-
-    block: str
-    experts: tuple[str, ...]
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +99,7 @@ def plan_offload(
 
     Decoder layers are the units. Routers, norms and shared experts stay on the device if they fit
     into the budget beside two blocks; where two whole layers do not fit, layers are split into
-    their parts and MoE blocks into their experts, if these are modules. Embeddings and the head
+    their parts and MoE blocks into experts, or groups of stacked ones. Embeddings and the head
     stay unless the budget is too small for them. One block is the last resort.
 
     Args:
@@ -162,7 +156,7 @@ class _Planner:
             units=units,
             resident=resident,
             moe_blocks=experts,
-            expert_groups=tuple(self._groups(sum(resident.values()))) if choice.split else (),
+            expert_groups=tuple(self._groups(choice, sum(resident.values()))),
             ep_bytes=self._ep_bytes(experts),
             budget=self.budget,
             config=config,
@@ -209,27 +203,33 @@ class _Planner:
         least = min(needed.values())
         raise StrategyComputeError(
             f"the budget is {self.budget:,} bytes, and the least that this model can be run with "
-            f"is {least:,}: what stays, and the largest part that can be streamed"
-            + ("; the experts of a block are one tensor here" if self._fused() else ""),
+            f"is {least:,}: what stays, and the largest part that can be streamed",
             smallest_budget=least,
         )
 
     def _tell(self, choice: _Choice, blocks: int) -> None:
         if choice.split:
             self.notes.append("two layers exceed the budget and are split into parts")
-            if self._fused():
-                self.notes.append("the experts of a block are one tensor here, and move as a whole")
+            if any(stacked_parameters(getattr(b, "experts", None)) for _, b in self.blocks):
+                self.notes.append(
+                    "stacked experts come in by groups, which needs them computed one by one: "
+                    "set_experts_implementation('eager')"
+                )
         if blocks == 1:
             self.notes.append("the budget holds one block: nothing is brought in ahead of time")
-
-    def _fused(self) -> bool:
-        return any(not _experts(block) for _, block in self.blocks)
 
     def _largest(self, choice: _Choice) -> int:
         """Bytes of the largest unit in a block, where each tensor has a place that is aligned."""
         sizes = {name: -(-_nbytes(p) // ALIGN) * ALIGN for name, p in self._parameters.items()}
-        offloaded = select(self.model, choice.include, choice.exclude).offloaded.values()
-        return max((sum(sizes[name] for name in names) for names in offloaded), default=0)
+        offloaded = select(self.model, choice.include, choice.exclude).offloaded
+        split = self._stacked(offloaded, budget=0) if choice.split else []
+        parts = [sum(sizes[n] for n in names) for names in without(offloaded, split).values()]
+        return max((*parts, *(experts.expert_bytes for experts in split)), default=0)
+
+    def _stacked(
+        self, offloaded: Mapping[str, Sequence[str]], budget: int, resident: int = 0
+    ) -> list[StackedExperts]:
+        return split_to_fit(self.model, offloaded, budget, resident, lambda _: True)
 
     def _choices(self) -> Iterator[_Choice]:
         whole = self._layer_patterns()
@@ -310,10 +310,18 @@ class _Planner:
             resident[_owner(name)] = resident.get(_owner(name), 0) + _nbytes(buffer)
         return units, resident
 
-    def _groups(self, resident: int) -> Iterator[ExpertGroup]:
+    def _groups(self, choice: _Choice, resident: int) -> Iterator[ExpertGroup]:
+        if not choice.split or self.budget is None:
+            return
+        offloaded = select(self.model, choice.include, choice.exclude).offloaded
+        for each in self._stacked(offloaded, self.budget, resident):
+            for rows in each.groups.values():
+                names = tuple(f"{each.path}[{row}]" for row in rows)
+                owner = each.path.rpartition(".")[0]
+                yield ExpertGroup(owner, names, len(rows) * each.expert_bytes)
         for path, block in self.blocks:
             experts = [(f"{path}.{name}", _weight_bytes(m)) for name, m in _experts(block)]
-            room = max((self.budget or 0) - resident, 0)
+            room = max(self.budget - resident, 0)
             group: list[str] = []
             used = 0
             for name, size in experts:
@@ -371,12 +379,9 @@ def _experts(block: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _stacked(block: nn.Module) -> int:
-    """Return the number of experts where they are stacked in tensors of three dimensions."""
-    container = getattr(block, "experts", None)
-    parameters: Iterable[Tensor] = (
-        container.parameters() if isinstance(container, nn.Module) else ()
-    )
-    return next((int(p.shape[0]) for p in parameters if p.ndim == 3), 0)
+    """Return the number of experts where they are stacked."""
+    stacked = stacked_parameters(getattr(block, "experts", None))
+    return next((int(p.shape[0]) for p in stacked.values()), 0)
 
 
 def _routed_bytes(block: nn.Module) -> int:

@@ -97,7 +97,8 @@ class Cargo:
     @property
     def tier(self) -> Tier:
         """Where the bytes are between two uses."""
-        return "host" if isinstance(self.source, Tensor) else "disk"
+        in_memory = isinstance(self.source, Tensor) or getattr(self.source, "in_memory", False)
+        return "host" if in_memory else "disk"
 
     @property
     def versions(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,8 +26,10 @@ from modelopt_lite.checkpoint.dequant import DequantizedSource, Source, model_dt
 from modelopt_lite.checkpoint.fill import read_entries
 from modelopt_lite.checkpoint.names import NameMap, TensorGroup, map_names
 from modelopt_lite.errors import CheckpointError
+from modelopt_lite.offload.device import as_bytes
 from modelopt_lite.offload.diskblock import BlockSource, Part, base_of, drop
 from modelopt_lite.offload.lazyparam import LazyParameter
+from modelopt_lite.offload.store import of_experts
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -37,9 +39,9 @@ _PAGE = mmap.PAGESIZE
 
 @dataclass(slots=True)
 class _Entry:
-    """A parameter that rests on disk. The parameter is kept, so that its id stays its own."""
+    """A parameter, or rows of one, at rest on disk. It is kept, so that its id stays its own."""
 
-    parameter: nn.Parameter
+    parameter: Tensor
     target: str
     group: TensorGroup
     position: tuple[str, int]
@@ -93,6 +95,28 @@ class DiskWeights:
         """Return where files hold the bytes of tensors as they are, of those that rest there."""
         return [self._entries[id(t)].info if self.covers(t) else None for t in tensors]
 
+    def can_split(self, parameter: nn.Parameter) -> bool:
+        """Whether rows of a parameter at rest can be read by themselves."""
+        entry = self._entries[id(parameter)]
+        pieces = entry.group.pieces
+        by_row = all(p.region and isinstance(p.region[0], int) for p in pieces)
+        return entry.info is not None or (entry.group.convert is None and bool(pieces) and by_row)
+
+    def rows(self, parameter: nn.Parameter, rows: range) -> Tensor:
+        """Return rows of a parameter that `can_split`, as a tensor of its own, at rest."""
+        entry = self._entries[id(parameter)]
+        made = self.resting(parameter)[rows.start : rows.stop]
+        info, group = entry.info, entry.group
+        if info is not None:
+            row = info.nbytes // parameter.shape[0]
+            begin, end = (info.start + at * row for at in (rows.start, rows.stop))
+            info = replace(info, shape=tuple(made.shape), start=begin, end=end)
+        else:
+            group = of_experts(group, rows)
+        known = (entry.target, group, entry.position, info, made.data_ptr(), made._version)
+        self._entries[id(made)] = _Entry(made, *known)
+        return made
+
     def resting(self, tensor: Tensor) -> Tensor:
         """Return the data that a tensor has at rest, without reading it."""
         return tensor.resting if isinstance(tensor, LazyParameter) else tensor.detach()
@@ -102,6 +126,9 @@ class DiskWeights:
         entry = self._entries[id(tensor)]
         like = self.resting(tensor)
         value = torch.empty(like.shape, dtype=like.dtype)
+        if entry.info is not None:
+            base_of(self.source).read_run([entry.info], as_bytes(value))
+            return value
         read_entries(entry.group, self.source.read, {entry.target: value}, keep=drop)
         return value
 

@@ -42,12 +42,17 @@ class Part:
 
 
 class BlockSource:
-    """All bytes of one block, read from the checkpoint's files: a `DiskSource`."""
+    """All bytes of one block, from a checkpoint's files or memory: a `DiskSource`.
 
-    def __init__(self, source: Source, parts: Sequence[Part]) -> None:
+    Attributes:
+        in_memory: Nothing of it is on disk.
+    """
+
+    def __init__(self, source: Source | None, parts: Sequence[Part]) -> None:
         self._source = source
         self._parts = list(parts)
         self._requests = self._grouped()
+        self.in_memory = all(part.group is None for part in parts)
 
     def read_into(self, dst: Tensor, /) -> None:
         """Fill a block, uint8 [B] in host memory; each tensor on disk is read once.
@@ -59,9 +64,11 @@ class BlockSource:
             first, last = parts[0], parts[-1]
             if first.info is not None:
                 end = last.offset + span_bytes(last.like)
-                names = [part.info.name for part in parts if part.info is not None]
-                base_of(self._source).read_run(names, dst[first.offset : end])
+                infos = [part.info for part in parts if part.info is not None]
+                assert self._source is not None
+                base_of(self._source).read_run(infos, dst[first.offset : end])
             elif first.group is not None:
+                assert self._source is not None
                 views = {part.target: view_of(dst, part.offset, part.like) for part in parts}
                 read_entries(first.group, self._source.read, views, keep=drop)
             else:
@@ -101,6 +108,15 @@ def _follows(part: Part, before: Part) -> bool:
         and part.info.start == before.info.end
         and part.offset - before.offset == apart
     )
+
+
+def block_from_memory(tensors: Sequence[Tensor], offsets: Sequence[int]) -> BlockSource:
+    """Return a source that copies tensors to their places from where they are."""
+    pairs = zip(tensors, offsets, strict=True)
+    parts = [
+        Part(to, t.detach(), f"#{at}", None, None, ("", at)) for at, (t, to) in enumerate(pairs)
+    ]
+    return BlockSource(None, parts)
 
 
 def plan_as_on_disk(

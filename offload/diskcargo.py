@@ -82,6 +82,17 @@ class DiskTensorManager(TensorManager):
         self._as_on_disk = device.torch_device.type == "cpu"
         self._looked_up = _tables(model) if device.torch_device.type == "cpu" else frozenset()
 
+    def can_split(self, parameter: nn.Parameter) -> bool:
+        """See `RowTensors.can_split`."""
+        if self._weights.covers(parameter):
+            return self._weights.can_split(parameter)
+        return not isinstance(parameter, LazyParameter) and super().can_split(parameter)
+
+    def _rows_at_rest(self, parameter: nn.Parameter, rows: range) -> Tensor:
+        if self._weights.covers(parameter):
+            return self._weights.rows(parameter, rows)
+        return super()._rows_at_rest(parameter, rows)
+
     def transfer_curve(self) -> dict[int, float]:
         """Measure how long the largest cargo takes to be read: bytes -> ms, parts in proportion.
 

@@ -155,7 +155,7 @@ class ExpertRows(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         entry = self._entries.get(args[0])
         first, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)
-        if entry is None or not _is_number(first):
+        if entry is None or not is_number(first):
             return func(*args, **(kwargs or {}))
         expert = int(first) % len(args[0])
         rows, values = self._served(entry, expert)
@@ -169,7 +169,8 @@ class ExpertRows(TorchFunctionMode):
         return found
 
 
-def _is_number(index: Any) -> bool:
+def is_number(index: Any) -> bool:
+    """Whether an index picks one row."""
     return (isinstance(index, int) and not isinstance(index, bool)) or (
         isinstance(index, Tensor) and index.ndim == 0
     )

@@ -105,7 +105,7 @@ class LazyParameter(nn.Parameter):
         """Call a function, with values read from disk in the place of parameters at rest."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if not _reads_values(func):
+            if not reads_values(func):
                 return func(*args, **kwargs)
             loaded: dict[int, Tensor] = {}
 
@@ -126,7 +126,8 @@ class LazyParameter(nn.Parameter):
         return super().__new__(cls, data, requires_grad)
 
 
-def _reads_values(func: Callable[..., Any]) -> bool:
+def reads_values(func: Callable[..., Any]) -> bool:
+    """Whether a torch function reads values of its arguments, and not only what they look like."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")

@@ -20,6 +20,7 @@ from modelopt_lite.offload.config import OffloadConfig
 from modelopt_lite.offload.device import Device, current_device
 from modelopt_lite.offload.discovery import ModuleTracker, OutsideReads
 from modelopt_lite.offload.diskcargo import make_tensor_manager
+from modelopt_lite.offload.expertgroups import without
 from modelopt_lite.offload.managerplan import PlanningManager
 from modelopt_lite.offload.managerstate import DEFAULT_MANAGER_NAME, GPUMemoryUsage, Phase
 from modelopt_lite.offload.patching import CompileFn, Patches, uncompiled
@@ -152,8 +153,12 @@ class OffloadManager(PlanningManager):
             tensors = make_tensor_manager(model, selection, self.config, self._device)
             self._tensor_manager = tensors
             self._observe(tensors)
-            tensors.assign(selection.offloaded if profile is None else profile.owned(model))
+            split = self._split_experts(model, selection.offloaded, tensors)
+            owned = selection.offloaded if profile is None else profile.owned(model)
+            tensors.assign(without(owned, split))
             tensors.place()
+            for experts in split:
+                self._patches.wrap_inside(experts.module, tensors.serve(experts, self.trap))
             for path, module in selection.units.items():
                 self._patches.wrap_forward(path, module, self.trap, compile_fn)
             self._watch_passes(model)

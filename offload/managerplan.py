@@ -12,6 +12,7 @@ from torch import nn
 from modelopt_lite.errors import OffloadError, StrategyComputeError
 from modelopt_lite.offload.device import Device, Event
 from modelopt_lite.offload.diagnostics import log_diagnostics
+from modelopt_lite.offload.expertgroups import StackedExperts, split_to_fit
 from modelopt_lite.offload.instrumentation import Components
 from modelopt_lite.offload.managerstate import DEFAULT_MANAGER_NAME, ManagerState, Phase
 from modelopt_lite.offload.passtiming import OffloadTiming, OffloadTimingReport
@@ -112,6 +113,22 @@ class PlanningManager(ManagerState):
         """Whether a replan can be requested, is going on, and was applied."""
         allowed = self._replan_allowed and self.phase is Phase.INFERENCE
         return self._replan.status(can_request=allowed)
+
+    def _split_experts(
+        self, model: nn.Module, offloaded: Mapping[str, Sequence[str]], tensors: TensorManager
+    ) -> list[StackedExperts]:
+        """Have stacked experts brought in by groups, where units with them exceed the budget."""
+        moving = {name for names in offloaded.values() for name in names}
+        stays = [p for n, p in model.named_parameters() if n not in moving]
+        resident = sum(t.numel() * t.element_size() for t in (*stays, *model.buffers()))
+        found = split_to_fit(model, offloaded, self._budget(), resident, tensors.can_split)
+        tensors.split(found)
+        for each in found:
+            log.info(
+                "manager %s: the experts of %r are brought in %d of %d at a time",
+                *(self.name, each.path, each.size, each.count),
+            )
+        return found
 
     def adopt_timings(self, samples: Mapping[str, Sequence[float]]) -> None:
         """Go to INFERENCE at once, with timings (ms by label, in order) of an earlier run."""

@@ -85,6 +85,19 @@ class Patches:
 
         self._undo.append(undo)
 
+    def wrap_inside(
+        self, module: nn.Module, opened: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Run a module's forward inside of a context of its own."""
+        original = module.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with opened():
+                return original(*args, **kwargs)
+
+        self._set(module.__dict__, "forward", torch._dynamo.decorators.skip(forward))
+
     def guard(self, model: nn.Module) -> None:
         """Refuse what would move or copy weights behind the manager's back."""
 

@@ -104,7 +104,7 @@ class WeightStore:
         }
         loaded = Loaded(unit, room, buffers)
         for group in groups:
-            part = _of_experts(group, unit.experts) if unit.is_stacked else group
+            part = of_experts(group, unit.experts) if unit.is_stacked else group
             read_entries(part, self._read_to, buffers, keep=loaded.sources.__setitem__)
         return loaded
 
@@ -164,8 +164,8 @@ class WeightStore:
         return blank.dtype
 
 
-def _of_experts(group: TensorGroup, experts: range | None) -> TensorGroup:
-    """Only some experts of a stacked parameter, counted from the first of them."""
+def of_experts(group: TensorGroup, experts: range | None) -> TensorGroup:
+    """Return only some experts of a stacked parameter, counted from the first of them."""
     assert experts is not None
     pieces = [
         Piece(p.source, (p.region[0] - experts.start, *p.region[1:]))

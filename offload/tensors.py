@@ -34,6 +34,7 @@ from modelopt_lite.offload.discovery import (
 from modelopt_lite.offload.ledger import RESIDENT, Ledger
 from modelopt_lite.offload.loader import BlockLoader, DirectLoader
 from modelopt_lite.offload.nesting import Nest
+from modelopt_lite.offload.rowtensors import RowTensors
 from modelopt_lite.offload.selection import Selection
 from modelopt_lite.offload.stats import (
     LayerStatistics,
@@ -44,7 +45,7 @@ from modelopt_lite.offload.strategies import AdaptiveStrategy, Strategy, Strateg
 from modelopt_lite.offload.timeline import Timeline
 
 
-class TensorManager:
+class TensorManager(RowTensors):
     """Owns the tensors of one offloaded model.
 
     Args:
@@ -75,6 +76,7 @@ class TensorManager:
         *,
         _enable_untraced_tensor_discovery: bool = True,
     ) -> None:
+        super().__init__()
         self._model = model
         self._selection = selection
         self._config = config
@@ -91,7 +93,6 @@ class TensorManager:
         self._cargos: dict[str, Cargo] = {}
         self._nests: set[Nest] = set()
         self._curve: dict[int, float] | None = None
-        self.table: dict[int, Tensor] = {}
         self.layer_statistics_collector = LayerStatisticsCollector()
         self.ledger = Ledger()
         self.timeline = Timeline(device, ranges=config.enable_instrumentation)
@@ -141,9 +142,9 @@ class TensorManager:
                 if readers[id(m.tensor)] == {label} and can_move(m.tensor):
                     mine.setdefault(id(m.tensor), m)
             self._by_label[label] = list(mine.values())
-            self.layer_statistics_collector.set_tensors(
-                label, self._statistics(list(mine.values()))
-            )
+        self._by_label.update(self._managed_rows)
+        for label, managed in self._by_label.items():
+            self.layer_statistics_collector.set_tensors(label, self._statistics(managed))
 
     def watch(self) -> OutsideReads:
         """Return a mode that sees what is read while its label is not in."""
@@ -279,7 +280,7 @@ class TensorManager:
                     self._remember(m.tensor)
                 old = self._pack(label, managed)
             self._cargos[label] = old
-            self.ledger.add("host" if isinstance(old.source, Tensor) else "disk", label, old.nbytes)
+            self.ledger.add(old.tier, label, old.nbytes)
 
     def release(self, *, keep: bool = True) -> None:
         """Put every tensor back to where it was before `place`; or leave parameters empty."""
@@ -342,22 +343,18 @@ class TensorManager:
         return packed_bytes(tensor)
 
     def _pack(self, label: str, managed: Sequence[Managed]) -> Cargo:
+        indirect = self._config.profile_mode == "torch_function"
+        if label in self._rows:
+            return self._pack_rows(label, managed, indirect=indirect)
         _, size = plan_block([m.tensor for m in managed])
         room = new_buffer(size, torch.device("cpu"))
         if self._config.pinned_memory:
             room = self._device.pin(room, self._config.pinned_memory_mode)
         cargo = pack(label, managed, room)
-        if self._config.profile_mode != "torch_function":
+        if not indirect:
             return cargo
-        return IndirectCargo(
-            cargo.label,
-            cargo.tensors,
-            cargo.offsets,
-            cargo.nbytes,
-            cargo.source,
-            cargo.resting,
-            self.table,
-        )
+        known = (label, cargo.tensors, cargo.offsets, cargo.nbytes, cargo.source, cargo.resting)
+        return IndirectCargo(*known, self.table)
 
     def _keep(self, tensor: Tensor, owner: str, rooms: set[int]) -> None:
         """Let a tensor stay on the device, and out of host blocks that are given up."""
@@ -383,8 +380,10 @@ class TensorManager:
                 self._moved[id(tensor)] = (tensor, tensor.device)
 
     def _everything(self) -> Iterator[Tensor]:
-        """Yield each parameter, buffer and tensor attached to one, once."""
-        seen: set[int] = set()
+        """Yield each parameter, buffer and tensor attached to one, once; of split ones the rows."""
+        for rows in self._rows_of.values():
+            yield from rows
+        seen = set(self._rows_of)
         named = (*self._parameters.items(), *self._model.named_buffers())
         for managed in (m for name, tensor in named for m in with_fields(name, tensor)):
             if id(managed.tensor) not in seen:

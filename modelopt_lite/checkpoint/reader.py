@@ -169,18 +169,17 @@ class Checkpoint:
             self.reads[name] += 1
         return out
 
-    def read_run(self, names: Sequence[str], out: Tensor) -> None:
+    def read_run(self, infos: Sequence[TensorInfo], out: Tensor) -> None:
         """Read tensors that follow one another in a file, with one request.
 
         Args:
-            names: Keys of ``tensors``, each beginning where the one before it ends.
+            infos: Of ``tensors``, or parts of them; each begins where the one before it ends.
             out: Host memory, uint8 with the bytes of all of them.
 
         Raises:
             CheckpointError: As for `read`.
             InternalError: They do not follow one another, or ``out`` has another size.
         """
-        infos = [self.tensors[name] for name in names]
         for one, after in pairwise(infos):
             if (one.file, one.end) != (after.file, after.start):
                 raise InternalError(f"{after.name!r} does not follow {one.name!r} in a file")
@@ -191,7 +190,7 @@ class Checkpoint:
             self._read_bytes(first, byte_view(out))
         with self._lock:
             self.bytes_read += out.numel()
-            self.reads.update(names)
+            self.reads.update(info.name for info in infos)
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""

@@ -325,11 +325,12 @@ def test_tensors_that_follow_one_another_are_read_at_once(
     names = list(checkpoint.tensors)[1:3]
     expected = b"".join(content[name].numpy().tobytes() for name in names)
     room = torch.zeros(len(expected), dtype=torch.uint8)
-    checkpoint.read_run(names, room)
+    infos = [checkpoint.tensors[name] for name in names]
+    checkpoint.read_run(infos, room)
     assert room.numpy().tobytes() == expected
     assert checkpoint.bytes_read == len(expected)
     assert checkpoint.reads == dict.fromkeys(names, 1)
     with pytest.raises(InternalError, match="does not follow"):
-        checkpoint.read_run(names[::-1], room)
+        checkpoint.read_run(infos[::-1], room)
     with pytest.raises(InternalError, match="to be read into"):
-        checkpoint.read_run(names, room[1:])
+        checkpoint.read_run(infos, room[1:])

@@ -168,16 +168,18 @@ def test_blocks_that_exceed_the_budget_are_split_into_groups_of_experts() -> Non
     assert any("split" in note for note in plan.notes)
 
 
-def test_experts_in_one_tensor_are_said_to_move_as_a_whole(build_tiny: Any) -> None:
+def test_stacked_experts_are_said_to_come_in_by_groups(build_tiny: Any) -> None:
     model, _ = build_tiny("qwen3_moe")
     if hasattr(model.model.layers[0].mlp.experts, "__len__"):
         pytest.skip("this transformers has a module for each expert")
-    with pytest.raises(StrategyComputeError, match="experts of a block are one tensor") as caught:
+    with pytest.raises(StrategyComputeError, match="largest part") as caught:
         plan_offload(model, budget=1, device=DEVICE)
     smallest = caught.value.smallest_budget
+    assert smallest is not None
     plan = plan_offload(model, budget=smallest, device=DEVICE)
-    assert fits(plan)
-    assert any("one tensor" in note for note in plan.notes)
+    assert any("stacked experts come in by groups" in note for note in plan.notes)
+    assert all(g.nbytes + plan.resident_bytes <= smallest for g in plan.expert_groups)
+    assert {len(g.experts) for g in plan.expert_groups} == {1}
 
 
 def test_a_model_without_layers_is_offloaded_module_by_module() -> None:
