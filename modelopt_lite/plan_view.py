@@ -39,6 +39,7 @@ def plan_tables(plan: Mapping[str, Any]) -> RenderableType:
         "streamed as": f"{counted(len(plan['units']), 'unit')}, "
         f"{_kinds(layers)}, the largest {bytes_text(largest)}",
         **_schedule_facts(plan["schedule"]),
+        **_offload_facts(plan["offload"]),
     }
     notes = [Text(f"note: {note}") for note in plan["notes"]]
     tables = [facts_table(facts), _linears_table(plan["linears"])]
@@ -75,6 +76,25 @@ def _schedule_facts(schedule: Mapping[str, Any]) -> dict[str, str]:
     if schedule["experts"] is not None:
         facts["experts"] = f"{schedule['experts']:,} of a layer at a time"
     return facts
+
+
+def _offload_facts(offload: Mapping[str, Any] | None) -> dict[str, str]:
+    """How the model would run for inference, offloaded."""
+    if offload is None:
+        return {}
+    if "refused" in offload:
+        return {"offloaded inference": offload["refused"]}
+    units, groups = offload["units"], offload["expert_groups"]
+    parts = [
+        f"{counted(len(units), 'unit')} of {bytes_text(max(units.values(), default=0))} at most",
+        f"{bytes_text(sum(offload['resident'].values()))} stay",
+    ]
+    if groups:
+        most = max(len(group["experts"]) for group in groups)
+        parts.append(f"{counted(len(groups), 'group')} of {counted(most, 'expert')} at most")
+    if degrees := [degree for degree in offload["ep_bytes"] if int(degree) > 1]:
+        parts.append(f"expert parallelism by {', '.join(map(str, degrees))}")
+    return {"offloaded inference": "; ".join(parts)}
 
 
 def _kinds(layers: Sequence[Mapping[str, Any]]) -> str:

@@ -10,7 +10,12 @@ from typing import Any
 
 from modelopt_lite.checkpoint.names import natural_key
 from modelopt_lite.checkpoint.writer import parse_size
-from modelopt_lite.errors import CalibrationError, ModelOptLiteError, RecipeError
+from modelopt_lite.errors import (
+    CalibrationError,
+    ModelOptLiteError,
+    RecipeError,
+    StrategyComputeError,
+)
 from modelopt_lite.predict import BANDWIDTH, Prediction
 from modelopt_lite.report import Report
 from modelopt_lite.request import Options, Request, make_request
@@ -43,6 +48,7 @@ def dry_run(
         JSON values. ``linears`` has each linear layer and expert once: with ``format`` and
         ``shape``, or with ``excluded``, the reason. Sizes are in bytes. ``problems`` lists why
         the run would be refused, each with the ``code`` of the error and its ``message``;
+        ``offload`` is what `plan_offload` finds for inference, where the plan has a model.
         ``reuses_export`` is true where it would return the report of a finished export.
 
     Raises:
@@ -138,6 +144,7 @@ def _describe(request: Request, prediction: Prediction) -> dict[str, Any]:
         "schedule": asdict(request.schedule),
         "device": str(job.device),
         "units": _units(request),
+        "offload": _offload(request),
         "notes": [*plan.fallbacks, *dict.fromkeys(n for p in job.plans.values() for n in p.notes)],
     }
 
@@ -165,6 +172,32 @@ def _parallel(request: Request) -> dict[str, Any] | None:
             }
         )
     return {"ep": degrees.ep, "edp": degrees.edp, "layers": len(counts), "ranks": ranks}
+
+
+def _offload(request: Request) -> dict[str, Any] | None:
+    """How `offload()` would run the model for inference; None where there is only a list of names.
+
+    ``refused`` has the reason where ``budgets.device`` is too little for that.
+    """
+    if request.job.model is None:
+        return None
+    from modelopt_lite.offload.auto import plan_offload
+
+    try:
+        plan = plan_offload(request.job.model, request.job.model_type, request.budgets.device)
+    except StrategyComputeError as error:
+        return {"refused": str(error), "smallest_budget": error.smallest_budget}
+    return {
+        "units": dict(plan.units),
+        "resident": dict(plan.resident),
+        "layer_classes": list(plan.layer_classes),
+        "moe_blocks": dict(plan.moe_blocks),
+        "expert_groups": [asdict(group) for group in plan.expert_groups],
+        "ep_bytes": {str(degree): size for degree, size in plan.ep_bytes.items()},
+        "include_patterns": plan.config.include_patterns,
+        "exclude_patterns": plan.config.exclude_patterns,
+        "notes": list(plan.notes),
+    }
 
 
 def _units(request: Request) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import typer.main
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -316,6 +317,32 @@ def test_plan_shows_where_the_export_goes_and_what_it_calibrates_with(tmp_path: 
     assert result.exit_code == 0, result.output
     assert str(tmp_path / "out") in result.stdout.replace("\n", "")
     assert "3 sequences, 48 tokens of" in result.stdout
+
+
+def test_plan_shows_how_inference_is_offloaded(tmp_path: Path) -> None:
+    given = ("plan", TINY, "-o", tmp_path / "out", "--recipe", "fp8", "--calib-size", "2")
+    result = run(*given)
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.stdout.split())
+    offload = json.loads(run(*given, "--json").stdout)["offload"]
+    assert f"offloaded inference {len(offload['units'])} units of " in told
+    assert "expert parallelism by 2, 4" in told
+    model = tiny_model()
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    for path, size in offload["units"].items():
+        inside = {n for n in sizes if n.startswith(f"{path}.")}
+        assert 0 < size <= sum(sizes[n] for n in inside)
+    buffers = sum(b.nbytes for b in model.buffers())
+    whole = sum(sizes.values()) + buffers
+    assert sum(offload["units"].values()) + sum(offload["resident"].values()) == whole
+    assert offload["ep_bytes"]["1"] == sum(sizes.values())
+    small = json.loads(run(*given, "--json", "--device-memory", "3MB").stdout)["offload"]
+    assert small["expert_groups"] or small["refused"]
+
+
+def tiny_model() -> Any:
+    config = transformers.AutoConfig.from_pretrained(TINY)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def test_dry_run_gives_the_same_in_python(tmp_path: Path) -> None:
