@@ -4,7 +4,7 @@ Each run is a process of its own, and the sides take turns, so that a machine th
 for all of them. On a CPU the weights rest on disk, on an accelerator in host memory. ``resident``
 is the share of the weights that accelerate may keep on the device (its ``max_memory``). Ours,
 ``share``, covers the blocks that weights pass through and the weights that stay. On a CPU it is
-smaller by `LEFT_BY_PEER`: of what accelerate is given, it leaves room for its largest layer and maps
+`LEFT_BY_PEER` smaller: of what accelerate is given, it leaves room for its largest layer and maps
 the embeddings. What counts is the peak of the process.
 
 Before each forward pass, those of generate() included, the files are dropped from the page cache,

@@ -76,7 +76,7 @@ class WeightStore:
     def sources_of(self, unit: Unit) -> list[str]:
         """Return the tensors on disk that a unit is made of."""
         groups, _, _ = self._layout(unit)
-        parts = [_of_experts(g, unit.experts) if unit.is_stacked else g for g in groups]
+        parts = [of_experts(g, unit.experts) if unit.is_stacked else g for g in groups]
         return [source for group in parts for source in group.sources]
 
     def kept_apart(self, unit: Unit) -> list[str]:
