@@ -81,20 +81,24 @@ class Schedule:
         waiting: Bytes of waiting activations; those beyond lie on disk. None: no limit.
         scratch: The most bytes that may lie there; None: no limit.
         experts: How many experts of a layer come in at a time; None: all.
+        overlapped: A unit is quantized and written while the next one computes.
     """
 
     units: int | None = None
     waiting: int | None = None
     scratch: int | None = None
     experts: int | None = None
+    overlapped: bool = True
 
 
 def make_schedule(job: Job, budgets: Budgets, foretell: Foretell, *, stream: bool) -> Schedule:
     """Decide what is in memory when, so that a run keeps to its budgets.
 
-    Without budgets two layers are in memory, one in use and one read ahead; what budgets leave
-    beyond the least that the run takes is for reading further ahead. Where one layer is too much,
-    waiting activations go to disk, and then experts come in a few at a time.
+    Without budgets three layers are in memory: one is read, one computes, one is quantized and
+    written. Searches of scales take most of a run's time, and would keep what entered two layers:
+    there a layer is quantized before the next one computes, and two are in memory. What budgets
+    leave beyond the least that the run takes is for reading further ahead. Where one layer is too
+    much, waiting activations go to disk, and then experts come in a few at a time.
 
     Args:
         job: The run; its plan is changed where experts come in a few at a time.
@@ -114,7 +118,11 @@ def _least(
     job: Job, budgets: Budgets, foretell: Foretell, stream: bool
 ) -> tuple[Schedule, Prediction]:
     """The schedule that departs least from one unit at a time, and what a run takes by it."""
-    schedule = Schedule(units=job.unit_bytes()[0] if stream else None, scratch=budgets.disk)
+    schedule = Schedule(
+        units=job.unit_bytes()[0] if stream else None,
+        scratch=budgets.disk,
+        overlapped=not job.plan.recipe.algorithm.needs_inputs,
+    )
     least = foretell(budget=schedule.units, waiting=None)
     if not stream or budgets.met_by(least):
         return schedule, least
@@ -142,7 +150,7 @@ def _filled(job: Job, budgets: Budgets, schedule: Schedule, least: Prediction) -
         if have is not None
     ]
     if not spare:
-        return replace(schedule, units=job.unit_bytes()[1])
+        return replace(schedule, units=job.unit_bytes(3 if schedule.overlapped else 2)[1])
     return replace(schedule, units=int(least.work["weights"]) + max(min(spare), 0))
 
 

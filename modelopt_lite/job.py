@@ -118,8 +118,8 @@ class Job:
             device=self.device,
         )
 
-    def unit_bytes(self) -> tuple[int, int]:
-        """Return the bytes of weights in memory at the least, and with one layer read ahead."""
+    def unit_bytes(self, layers: int = 2) -> tuple[int, int]:
+        """Return the bytes of weights in memory at the least, and with so many layers at a time."""
         if self.plan.by_tensor:
             largest = max(self.unit_sizes())
             return largest, 2 * largest
@@ -127,7 +127,7 @@ class Job:
         sizes = {unit: store.bytes_of(unit) for unit in self.own_units}
         whole = sum(size for unit, size in sizes.items() if not unit.name)
         layer = max((size for unit, size in sizes.items() if unit.is_layer), default=0)
-        return whole + max(sizes.values()), whole + max(2 * layer, *sizes.values())
+        return whole + max(sizes.values()), whole + max(layers * layer, *sizes.values())
 
     def unit_sizes(self) -> list[int]:
         """Return the bytes of each unit: of tensors on disk, decoded, or of the model's entries."""

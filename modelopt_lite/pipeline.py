@@ -1,4 +1,4 @@
-"""Calibrate and export unit by unit: one is read, one computes, one is written."""
+"""Calibrate and export unit by unit: one is read, one computes, one is quantized and written."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from modelopt_lite.calibrate.observe import InputWatch
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.export.exporter import Exporter
 from modelopt_lite.export.quantize import check_finite
+from modelopt_lite.finishing import OneBehind
 from modelopt_lite.job import Job
 from modelopt_lite.offload.store import Loaded
 from modelopt_lite.offload.stream import StreamedModel
@@ -62,7 +63,9 @@ def run_calibrated(
     with ExitStack() as stack:
         skipped = stack.enter_context(without_head(model, plan))
         units = [unit for unit in plan.units if unit.name not in skipped]
-        walk = _Walk(model, exporter, sink, log, watch, watched, _counted(progress, len(units)))
+        behind = stack.enter_context(OneBehind(overlapped=schedule.overlapped))
+        tell = _counted(progress, len(units))
+        walk = _Walk(model, exporter, sink, log, watch, watched, behind, tell)
         if plan.kv_cache:
             stack.enter_context(watch_attention(model, walk.visit_cache))
         if all_experts:
@@ -89,11 +92,12 @@ def run_calibrated(
         # Whole models go pass by pass; searches then would hold what entered all layers.
         if schedule.units is None and not searches:
             streamed.run_resident(passes)
-            return
-        waiting = None
-        if schedule.waiting is not None:
-            waiting = stack.enter_context(Waiting(schedule.waiting, scratch, schedule.scratch))
-        streamed.run_together(passes, waiting=waiting, replay=log.replay, returned=log.returned)
+        else:
+            waiting = None
+            if schedule.waiting is not None:
+                waiting = stack.enter_context(Waiting(schedule.waiting, scratch, schedule.scratch))
+            streamed.run_together(passes, waiting=waiting, replay=log.replay, returned=log.returned)
+        walk.wait()
 
 
 class _Walk:
@@ -107,6 +111,7 @@ class _Walk:
         log: UnitLog,
         watch: InputWatch,
         watched: set[str],
+        behind: OneBehind,
         progress: Callable[[str], None],
     ) -> None:
         self._model = model
@@ -115,12 +120,16 @@ class _Walk:
         self._log = log
         self._watch = watch
         self._watched = watched
+        self._behind = behind
         self._progress = progress
         self._amax: dict[str, dict[str, Tensor]] = {}
         self._written: dict[str, list[str]] = {}  # layers that passes run through again
         self._of_parts: dict[str, list[str]] = {}
+        self._left: list[str] = []
 
     def entered(self, loaded: Loaded) -> None:
+        if loaded.unit.name in self._left:  # it may still be quantized by what it saw the last time
+            self._behind.wait()
         # Here, where a bad value can be named: products would spread it.
         self._amax[loaded.unit.name] = check_finite(loaded.sources)
         if loaded.unit.parent in self._written:  # experts of a layer that is quantized already
@@ -142,6 +151,7 @@ class _Walk:
 
     def again(self, loaded: Loaded) -> None:
         """Quantize a layer, so that passes run through what it has become."""
+        self._behind.wait()
         unit = loaded.unit
         self._written[unit.name] = self._exporter.export(
             unit, loaded.sources, self._amax[unit.name]
@@ -150,22 +160,40 @@ class _Walk:
         self._exporter.replace(loaded)
 
     def leaving(self, loaded: Loaded, give_back: Callable[[], None]) -> None:
+        """Wait for the unit before, and have this one finished."""
         unit = loaded.unit
-        amax = self._amax.pop(unit.name)
+        amax, written = self._amax.pop(unit.name), self._written.pop(unit.name, None)
+        if written is not None:
+            self._watch.resume(self._watched)
+            self._exporter.forget()
+        self.wait()
+        self._behind.start(partial(self._finish, loaded, amax, written, give_back))
+        self._left.append(unit.name)
+
+    def wait(self) -> None:
+        """Wait for the unit that left last, and tell that it is finished."""
+        self._behind.wait()
+        if self._left:
+            self._progress(f"unit {self._left[-1]}")
+
+    def _finish(
+        self,
+        loaded: Loaded,
+        amax: dict[str, Tensor],
+        written: list[str] | None,
+        give_back: Callable[[], None],
+    ) -> None:
+        """Quantize and write a unit, unless that is done, note it, and give its memory back."""
+        unit = loaded.unit
         if unit.is_layer or self._exporter.sees_inputs(unit) or not self._log.is_finished(unit):
-            if unit.name in self._written:
-                self._watch.resume(self._watched)
-                written = self._written.pop(unit.name)
-                self._exporter.forget()
-            else:
+            if written is None:
                 written = self._exporter.export(unit, loaded.sources, amax)
             if unit.parent is not None:
                 self._of_parts.setdefault(unit.parent, []).extend(written)
             else:
                 written += self._of_parts.pop(unit.name, [])
                 self._log.finish(unit, written, self._exporter, self._sink)
-        self._sink.then(give_back)
-        self._progress(f"unit {unit.name}")
+        self._sink.wait(self._sink.then(give_back))
 
 
 def _counted(progress: Progress, total: int) -> Callable[[str], None]:

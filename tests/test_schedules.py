@@ -15,6 +15,8 @@ from modelopt_lite import export_hf, quantize, quantize_and_export
 from modelopt_lite.budgets import Schedule
 from modelopt_lite.job import Job, split_layers
 from modelopt_lite.offload import Unit
+from modelopt_lite.offload.prefetch import Prefetcher
+from modelopt_lite.predict import predict
 from modelopt_lite.report import REPORT_FILE
 
 MakeCheckpoint = Callable[..., Path]
@@ -137,6 +139,43 @@ def in_parts(size: int) -> Callable[[Job], Schedule]:
         return Schedule(units=job.unit_bytes()[1])
 
     return split
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_quantizing_beside_computing(
+    kind: str,
+    checkpoint: MakeCheckpoint,
+    token_batches: list[torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same bytes as one after the other, and no more units in memory than was foretold."""
+    source = checkpoint(kind)
+    schedule(
+        monkeypatch,
+        lambda job: Schedule(units=job.unit_bytes()[1], overlapped=False),
+    )
+    apart = run(source, tmp_path / "a", token_batches, offload="none")
+    peaks: list[tuple[int, int]] = []
+
+    class Watched(Prefetcher):
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            peaks.append((self.peak, limits[-1]))
+
+    limits: list[int] = []
+
+    def at_least(job: Job) -> Schedule:
+        units = job.unit_bytes()[0]
+        layout = job.layout(10**9)
+        shapes = [(len(batch), batch.shape[1]) for batch in token_batches]
+        limits.append(int(predict(job, layout, shapes, budget=units).work["weights"]))
+        return Schedule(units=units)
+
+    monkeypatch.setattr("modelopt_lite.offload.stream.Prefetcher", Watched)
+    schedule(monkeypatch, at_least)
+    assert run(source, tmp_path / "b", token_batches) == apart
+    assert [peak <= limit for peak, limit in peaks] == [True]
 
 
 MOE_KINDS = ("qwen3_moe", "mixtral", "deepseek_v3")

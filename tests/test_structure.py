@@ -26,7 +26,7 @@ LAYERS = (
     ("request",),
     ("run", "evaluate"),
     ("pipeline", "data_free"),
-    ("budgets", "resume"),
+    ("budgets", "finishing", "resume"),
     ("predict",),
     ("sharding",),
     ("job",),
