@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from modelopt_lite.errors import OffloadError
 from modelopt_lite.offload.device import CopySource, new_buffer
 from modelopt_lite.offload.ledger import Tier
 
@@ -124,6 +125,32 @@ class Cargo:
         """Let every tensor have its true values again."""
         for managed, rest in zip(self.tensors, self.resting, strict=True):
             managed.bind(rest)
+
+    def adopt(self) -> bool:
+        """Keep values that were given to a tensor by ``tensor.data = ...`` since it came to rest.
+
+        Returns:
+            Whether there were any: what was copied before is out of date then.
+
+        Raises:
+            OffloadError: They have another shape or dtype.
+        """
+        with torch._C.DisableTorchFunction(), torch.inference_mode(False):
+            pairs = zip(self.tensors, self.resting, strict=True)
+            given = [managed.tensor.data_ptr() != rest.data_ptr() for managed, rest in pairs]
+            if not any(given):
+                return False
+            values = [managed.tensor.data for managed in self.tensors]
+            for managed, value, rest in zip(self.tensors, values, self.resting, strict=True):
+                if value.shape != rest.shape or value.dtype != rest.dtype:
+                    raise OffloadError(
+                        f"{managed.name!r} was given {value.dtype} {list(value.shape)} in place of "
+                        f"{rest.dtype} {list(rest.shape)}; release() the model before"
+                    )
+            pairs_of = zip(self.versions, given, strict=True)
+            self.write_back(values, [now - is_new for now, is_new in pairs_of])
+            self.unbind()
+        return True
 
     def write_back(self, views: Sequence[Tensor], before: Sequence[int]) -> None:
         """Keep what was changed in place in a block since the tensors had the given versions."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -124,29 +125,73 @@ def common_prefix(names: Iterable[str]) -> str:
     return ".".join(shared[: numbers[-1] + 1]) if numbers else ""
 
 
+_SHY = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+
 class OutsideReads(TorchFunctionMode):
     """Sees operations read tensors of units that are not in, and gives them device copies.
 
     A model may use a unit's weight without calling the unit, as with an embedding that serves as
     the output layer. Such a tensor has to stay on the device.
 
+    Some modules of torch compute in another way, with other roundings, while any such mode is on.
+    They run without it where their own weights are all in.
+
     Args:
         label_of: Id of a tensor -> label that brings it in.
         is_in: Whether a label is in.
         device: Where units compute.
+        modules: Those of the model.
 
     Attributes:
         found: Ids of the tensors that were read so.
     """
 
     def __init__(
-        self, label_of: Mapping[int, str], is_in: Callable[[str], bool], device: torch.device
+        self,
+        label_of: Mapping[int, str],
+        is_in: Callable[[str], bool],
+        device: torch.device,
+        modules: Iterable[nn.Module] = (),
     ) -> None:
         super().__init__()
+        self._shy = [module for module in modules if isinstance(module, _SHY)]
+        self._undo: list[Callable[[], object]] = []
         self._label_of = label_of
         self._is_in = is_in
         self._device = device
         self.found: set[int] = set()
+
+    def __enter__(self) -> Self:
+        """Begin to look."""
+        for module in self._shy:
+            self._let_alone(module)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Look no longer."""
+        super().__exit__(*error)
+        while self._undo:
+            self._undo.pop()()
+
+    def _let_alone(self, module: nn.Module) -> None:
+        own, run = module.__dict__.get("forward"), module.forward
+        labels = {self._label_of.get(id(parameter)) for parameter in module.parameters()} - {None}
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            unit = module.__dict__.get("_ft_offload_name")  # its trap opens inside
+            inside = all(label == unit or self._is_in(label) for label in labels if label)
+            with torch._C.DisableTorchFunction() if inside else nullcontext():
+                return run(*args, **kwargs)
+
+        def undo() -> None:
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.__dict__["forward"] = own
+
+        module.__dict__["forward"] = forward
+        self._undo.append(undo)
 
     def __torch_function__(
         self,

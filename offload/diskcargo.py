@@ -77,7 +77,7 @@ class DiskTensorManager(TensorManager):
         self._weights = weights
         if weights.source.total_bytes > host_memory()[0]:
             weights.read_uncached()
-        self._read_in: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._read_in: dict[int, tuple[Tensor, Tensor, tuple[int, int]]] = {}
         # Kernels of accelerators want tensors aligned, wherever they lie in their pages on disk.
         self._as_on_disk = device.torch_device.type == "cpu"
         self._looked_up = _tables(model) if device.torch_device.type == "cpu" else frozenset()
@@ -153,7 +153,7 @@ class DiskTensorManager(TensorManager):
             return
         with torch.inference_mode(False), torch.no_grad():
             tensor.data = self._weights.load(tensor).to(self._device.torch_device)
-        self._read_in[id(tensor)] = (tensor, resting, tensor._version)
+        self._read_in[id(tensor)] = (tensor, resting, _state_of(tensor))
         self.ledger.add("device", owner, resting.nbytes)
 
     def _rests_on_disk(self, tensor: Tensor) -> bool:
@@ -161,11 +161,18 @@ class DiskTensorManager(TensorManager):
 
     def _rest(self, tensor: Tensor) -> None:
         """Let what was read in rest on disk again; changed values go on in memory."""
-        _, resting, version = self._read_in.pop(id(tensor), (tensor, None, 0))
+        _, resting, state = self._read_in.pop(id(tensor), (tensor, None, (0, 0)))
         if resting is None:
             return
+        unchanged = _state_of(tensor) == state or id(tensor) in self._rest_of
         with torch.inference_mode(False), torch.no_grad():
-            tensor.data = resting if tensor._version == version else tensor.data.to(resting.device)
+            tensor.data = resting if unchanged else tensor.data.to(resting.device)
+
+
+def _state_of(tensor: Tensor) -> tuple[int, int]:
+    """What changes when a tensor is changed in place, or given other data."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor._version, tensor.data_ptr()
 
 
 def _tables(model: nn.Module) -> frozenset[int]:

@@ -174,10 +174,15 @@ class ServedExperts(TorchFunctionMode):
         experts: The container.
         rows: Label of a group -> name of a parameter -> the group's rows of it.
         trap: Opens the trap of a label.
+        renew: Called with rows before they are used, inside of their trap.
     """
 
     def __init__(
-        self, experts: StackedExperts, rows: Mapping[str, Mapping[str, Tensor]], trap: OpenTrap
+        self,
+        experts: StackedExperts,
+        rows: Mapping[str, Mapping[str, Tensor]],
+        trap: OpenTrap,
+        renew: Callable[[Tensor], None],
     ) -> None:
         super().__init__()
         self._name_of = {id(p): name for name, p in experts.parameters.items()}
@@ -185,6 +190,7 @@ class ServedExperts(TorchFunctionMode):
         self._experts = experts
         self._rows = rows
         self._trap = trap
+        self._renew = renew
         self._open = ExitStack()
         self._label: str | None = None
         self._served: list[weakref.ref[Tensor]] = []
@@ -229,6 +235,8 @@ class ServedExperts(TorchFunctionMode):
             self.leave()
             self._open.enter_context(self._trap(label))
             self._label = label
+            for rows in self._rows[label].values():
+                self._renew(rows)
         start = self._experts.groups[label].start
         value = func(self._rows[label][name], (expert - start, *rest))
         self._served.append(weakref.ref(value))
@@ -237,10 +245,13 @@ class ServedExperts(TorchFunctionMode):
 
 @contextmanager
 def serving(
-    experts: StackedExperts, rows: Mapping[str, Mapping[str, Tensor]], trap: OpenTrap
+    experts: StackedExperts,
+    rows: Mapping[str, Mapping[str, Tensor]],
+    trap: OpenTrap,
+    renew: Callable[[Tensor], None],
 ) -> Iterator[None]:
     """Serve a container's experts inside of a block; see `ServedExperts`."""
-    served = ServedExperts(experts, rows, trap)
+    served = ServedExperts(experts, rows, trap, renew)
     try:
         with served:
             yield

@@ -194,6 +194,8 @@ class BlockLoader:
     def _bring_in(self, cargo: Cargo) -> _Entry:
         block = self._block_of[cargo.label]
         views = self._views[cargo.label]
+        if cargo.adopt() and block.content == cargo.label:
+            block.content = None
         if block.has(cargo):
             self.counts.hits += 1
         else:
@@ -341,6 +343,7 @@ class DirectLoader:
 
 def bring_apart(device: Device, ledger: Ledger, cargo: Cargo) -> Tensor:
     """Copy a cargo to memory of its own, before the caller's next operation."""
+    cargo.adopt()
     own = device.allocate(cargo.nbytes)
     try:
         for target, source in cargo.copies(own):

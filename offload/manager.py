@@ -265,6 +265,7 @@ class OffloadManager(PlanningManager):
 
         @uncompiled
         def before(*_: Any) -> None:
+            self.check_thread()
             self._depth += 1
             if self._depth > 1:
                 return
@@ -277,6 +278,8 @@ class OffloadManager(PlanningManager):
 
         @uncompiled
         def after(*_: Any) -> None:
+            if not self.in_own_thread:  # `before` has refused
+                return
             self._depth = max(self._depth - 1, 0)
             if not self._depth and self._outside is not None:
                 self._close_watch()

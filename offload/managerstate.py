@@ -174,9 +174,14 @@ class ManagerState:
             raise OffloadError(f"{what} needs a model: call offload(model, config) first")
         return self._tensor_manager
 
+    @property
+    def in_own_thread(self) -> bool:
+        """Whether this is the thread that made the manager."""
+        return threading.get_ident() == self._thread
+
     def check_thread(self) -> None:
         """Raise `OffloadError` in a thread other than the one that made this manager."""
-        if threading.get_ident() != self._thread:
+        if not self.in_own_thread:
             raise OffloadError(
                 f"manager {self.name!r} belongs to thread {self._thread}, and thread "
                 f"{threading.get_ident()} used it; give each thread a manager of its own"

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from modelopt_lite.errors import OffloadError
 from modelopt_lite.offload.cargo import Cargo, IndirectCargo, Managed, is_plain, plan_block
 from modelopt_lite.offload.diskblock import block_from_memory
 from modelopt_lite.offload.expertgroups import OpenTrap, StackedExperts, serving
@@ -22,6 +23,8 @@ class RowTensors:
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, Tensor]] = {}  # label of a group -> parameter -> its rows
         self._rows_of: dict[int, list[Tensor]] = {}  # id of a parameter -> all its rows
+        self._rest_of: dict[int, Tensor] = {}  # id of rows -> where the parameter has them
+        self._copied: dict[int, int] = {}  # id of rows that are kept as a copy -> their version
         self.table: dict[int, Tensor] = {}
 
     def can_split(self, parameter: nn.Parameter) -> bool:
@@ -36,12 +39,39 @@ class RowTensors:
                 self._rows[label] = found
                 for name, parameter in each.parameters.items():
                     self._rows_of.setdefault(id(parameter), []).append(found[name])
+                    self._rest_of[id(found[name])] = found[name].detach()
 
     def serve(
         self, experts: StackedExperts, trap: OpenTrap
     ) -> Callable[[], AbstractContextManager[None]]:
         """Return what opens a context for a container's forward."""
-        return lambda: serving(experts, self._rows, trap)
+        places = {name: _place(p) for name, p in experts.parameters.items()}
+
+        def opened() -> AbstractContextManager[None]:
+            for name, parameter in experts.parameters.items():
+                if _place(parameter) != places[name]:
+                    raise OffloadError(
+                        f"{name!r} was given other data, and its experts come in by groups; change "
+                        "its values in place (copy_), or release() the model before"
+                    )
+            return serving(experts, self._rows, trap, self._renew)
+
+        return opened
+
+    def _note_kept(self, rows: Tensor) -> None:
+        """Remember that rows stay on the device, as a copy of what the parameter has."""
+        rest = self._rest_of.get(id(rows))
+        self._copied.pop(id(rows), None)
+        if rest is not None and rows.data_ptr() != rest.data_ptr():
+            self._copied[id(rows)] = rows._version
+
+    def _renew(self, rows: Tensor) -> None:
+        """Copy rows again that are kept as a copy, where the parameter was changed."""
+        version = self._copied.get(id(rows))
+        if version is not None and version != rows._version:
+            with torch.inference_mode(False), torch.no_grad():
+                rows.data.copy_(self._rest_of[id(rows)])
+            self._copied[id(rows)] = rows._version
 
     @property
     def _managed_rows(self) -> Mapping[str, list[Managed]]:
@@ -58,7 +88,15 @@ class RowTensors:
 
     def _pack_rows(self, label: str, managed: Sequence[Managed], *, indirect: bool) -> Cargo:
         """Return a cargo that is copied from where the rows are: nothing is packed before."""
-        resting = tuple(m.tensor.detach() for m in managed)
+        resting = tuple(self._rest_of[id(m.tensor)] for m in managed)
+        for m, rest in zip(managed, resting, strict=True):
+            m.bind(rest)
+            self._copied.pop(id(m.tensor), None)
         offsets, size = plan_block(resting)
         known = (label, tuple(managed), offsets, size, block_from_memory(resting, offsets), resting)
         return IndirectCargo(*known, self.table) if indirect else Cargo(*known)
+
+
+def _place(parameter: nn.Parameter) -> int:
+    with torch._C.DisableTorchFunction():
+        return parameter.data_ptr()

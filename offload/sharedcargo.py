@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelopt_lite.errors import OffloadError
 from modelopt_lite.offload.cargo import (
@@ -78,6 +78,10 @@ class SharedTensorManager(TensorManager):
         self._starts: dict[int, int] = {}
         self._known: set[int] = set()  # tensors that had the shared values once
         self._private = _private(self._config, self._device)
+
+    def can_split(self, parameter: nn.Parameter) -> bool:
+        """See `RowTensors.can_split`. The file has whole tensors."""
+        return False
 
     def release(self, *, keep: bool = True) -> None:
         """See `TensorManager.release`."""

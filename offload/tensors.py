@@ -150,7 +150,8 @@ class TensorManager(RowTensors):
         """Return a mode that sees what is read while its label is not in."""
         label_of = {id(m.tensor): label for label, ms in self._by_label.items() for m in ms}
         assert isinstance(self.loader, DirectLoader)
-        return OutsideReads(label_of, self.loader.is_in, self._device.torch_device)
+        place, modules = self._device.torch_device, self._model.modules()
+        return OutsideReads(label_of, self.loader.is_in, place, modules)
 
     def keep_resident(self, ids: frozenset[int]) -> list[str]:
         """Take tensors from their labels, as something else reads them; return their names."""
@@ -265,10 +266,12 @@ class TensorManager(RowTensors):
         for label in (RESIDENT, *self._by_label):
             self.ledger.remove("device", label)
             self.ledger.remove("host", label)
-        rooms = {storage_of(c.resting[0]) for c in self._cargos.values()}
+        packed = (c for c in self._cargos.values() if isinstance(c.source, Tensor))
+        rooms = {storage_of(c.resting[0]) for c in packed}
         for tensor in self._everything():
             if id(tensor) not in goes:
                 self._keep(tensor, owner.get(id(tensor), RESIDENT), rooms)
+                self._note_kept(tensor)
         for label, managed in moving.items():
             old = self._cargos.pop(label, None)
             if not managed:

@@ -234,3 +234,63 @@ def test_auto_splits_stacked_experts_and_tells_the_groups() -> None:
     assert len(labels) == len(plan.expert_groups)
     assert tensors.ledger.peak("device") <= plan.budget  # type: ignore[operator]
     manager.release()
+
+
+@pytest.mark.parametrize("device", [HostDevice, SimDevice])
+def test_exceptions_new_plans_and_new_weights(device: Any) -> None:
+    reference = build("qwen3_moe")
+    model = copy.deepcopy(reference)
+    failing = [False]
+    plain = model.model.layers[1].mlp.experts.act_fn
+
+    def activate(x: Tensor) -> Tensor:
+        if failing[0]:
+            raise ValueError("on purpose")  # while a group is in
+        made: Tensor = plain(x)
+        return made
+
+    model.model.layers[1].mlp.experts.act_fn = Activation(activate)
+    with offloaded(model, device(small(model)), ["model.layers.*"]) as manager:
+        for index in range(9):
+            failing[0] = True
+            with pytest.raises(ValueError, match="on purpose"):
+                run(model)
+            failing[0] = False
+            assert torch.equal(run(model), run(reference))
+            new = {n: torch.randn_like(v) / 16 for n, v in reference.state_dict().items()}
+            reference.load_state_dict(new)
+            model.load_state_dict(new)
+            if index == 5:
+                assert manager.request_strategy_replan()
+        assert manager.phase is Phase.INFERENCE
+        assert all(torch.equal(v, new[n]) for n, v in model.state_dict().items())
+    assert all(torch.equal(v, new[n]) for n, v in model.state_dict().items())
+
+
+class Activation(nn.Module):
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.call(x)
+        return made
+
+
+def test_a_profile_knows_groups(tmp_path: Path) -> None:
+    model = build("qwen3_moe")
+    expected = run(model)
+    with offloaded(model, HostDevice(small(model)), ["model.layers.*"]) as manager:
+        while manager.phase is not Phase.INFERENCE:
+            run(model)
+        manager.save_profile(tmp_path)
+        labels = manager.get_tensor_manager().labels  # type: ignore[union-attr]
+        config = manager.config
+    manager = OffloadManager(device=HostDevice(small(model)))
+    manager.offload_from_profile(model, tmp_path, config)
+    assert manager.phase is Phase.INFERENCE
+    assert set(manager.get_tensor_manager().labels) == set(labels)  # type: ignore[union-attr]
+    for _ in range(2):
+        assert torch.equal(run(model), expected)
+    manager.release(preserve_model=False)
+    assert not sum(p.numel() for p in model.parameters())
