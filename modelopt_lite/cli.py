@@ -233,6 +233,10 @@ def evaluate(
     activations: Annotated[
         bool, typer.Option(help="Round inputs of quantized layers as engines do.")
     ] = True,
+    keep: Annotated[str | None, typer.Option(help="Folder to write all predictions into.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Folder of kept predictions to measure a divergence from.")
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow code that the checkpoint brings.")
     ] = False,
@@ -252,6 +256,8 @@ def evaluate(
         batch_size=batch_size,
         device=device,
         activations=activations,
+        keep=keep,
+        against=against,
         trust_remote_code=trust_remote_code,
         progress=progress,
     )

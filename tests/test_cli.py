@@ -42,8 +42,8 @@ FLAGS = {
     "plan": f"{RUN_FLAGS} --json --read-bandwidth --world-size --write-bandwidth",
     "verify": "--deep --engine --json --source",
     "eval": """
-        --activations --batch-size --device --json --max-tokens --no-activations --no-progress
-        --progress --seq-len --text --trust-remote-code
+        --activations --against --batch-size --device --json --keep --max-tokens --no-activations
+        --no-progress --progress --seq-len --text --trust-remote-code
     """,
     "specs check": "--json",
     "specs list": "--json",

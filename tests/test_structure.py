@@ -41,7 +41,7 @@ LAYERS = (
     ("calibrate",),
     ("offload", "parallel"),
     ("recipes",),
-    ("output",),
+    ("output", "predictions"),
     ("checkpoint",),
     ("dialects",),
     ("formats",),
