@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 SMOLLM2 = "SmolLM2-135M-Instruct"
 BUNDLED = "tiny_qwen3_moe"
 # Sequences to calibrate on; a token of the bundled model is a byte, and four a word.
-CALIB_SIZE = {SMOLLM2: 32, BUNDLED: 64}
+CALIB_SIZE = {SMOLLM2: 16, BUNDLED: 64}
 TEXT: dict[str, Any] = {"max_tokens": 8704, "seq_len": 512, "progress": False}
 BEGIN, END = "<!-- made by: nox -s real -->", "<!-- end -->"
 # Each must lose less than the other: the same format, with and without a search.
