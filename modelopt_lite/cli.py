@@ -373,7 +373,8 @@ def recipes_show(name: str, *, as_json: AsJson = False) -> None:
     from modelopt_lite.recipes import load_recipe
     from modelopt_lite.report_view import facts_table
 
-    values = dataclasses.asdict(load_recipe(name))
+    recipe = load_recipe(name)
+    values = {**dataclasses.asdict(recipe), "inputs": recipe.input_format}
     if as_json:
         _print_json(values)
     else:
