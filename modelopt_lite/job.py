@@ -218,7 +218,9 @@ def prepare(
     source = open_source(folder)
     model_type = check_model_type(source.config, model_type, folder)
     structure, notes = None, []
-    if not needs_data(recipe):
+    if not needs_data(recipe) and recipe.selects_by_class:
+        notes.append("planned by the model: the recipe selects by class, which names do not tell")
+    elif not needs_data(recipe):
         try:
             structure = read_names(source, model_type, trust_remote_code=trust_remote_code)
         except UnclearNamesError as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from modelopt_lite.apply import apply_recipe, regroup
 from modelopt_lite.cache_scales import KVCacheScale, find_caches
 from modelopt_lite.calibrate.algorithms import check_formats
 from modelopt_lite.calibrate.observe import Site
@@ -31,10 +32,8 @@ from modelopt_lite.recipes import Recipe
 from modelopt_lite.select import (
     Candidate,
     Output,
-    apply_recipe,
     check_shapes,
     find_candidates,
-    regroup,
 )
 from modelopt_lite.structure import Structure, TensorShape
 
@@ -211,7 +210,8 @@ def make_plan(
     ptq = ptq_facts(spec)
     names = structure.names
     modules = (name.rpartition(".")[0] for name in tensors)
-    candidates = apply_recipe(find_candidates(structure, tensors, spec), recipe, modules)
+    found = find_candidates(structure, tensors, spec)
+    candidates = apply_recipe(found, recipe, modules, structure)
     candidates, notes = regroup(candidates, recipe)
     candidates = _whole_groups(check_shapes(candidates, on_bad_shape, numerics), ptq)
     if all(c.skip for c in candidates) and (recipe.formats or cache is None):

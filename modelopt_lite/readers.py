@@ -112,7 +112,7 @@ def find_readers(
     method = recipe.algorithm.method
     folds = numerics == "exact" or method.startswith("awq")
     folds = folds and method != "svdquant"  # factors belong to the inputs that they were found for
-    folds_rows = folds and (numerics == "exact" or recipe.weights == "nvfp4")
+    folds_rows = folds and (numerics == "exact" or recipe.format == "nvfp4")
     if folds_rows and spec is not None and spec.export_spec is not None:
         _fold_rows(readers, taken, model, names, tensors, spec.export_spec)
     if folds:

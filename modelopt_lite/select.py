@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from modelopt_lite.checkpoint.names import Region
-from modelopt_lite.errors import RecipeError, ShapeError, SpecError
+from modelopt_lite.errors import ShapeError, SpecError
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.models.specs import (
@@ -24,8 +24,7 @@ from modelopt_lite.models.specs import (
     ptq_facts,
     storage_facts,
 )
-from modelopt_lite.offload.patterns import match_part, selects
-from modelopt_lite.recipes import NO_FORMAT, Recipe
+from modelopt_lite.offload.patterns import match_part
 from modelopt_lite.structure import Structure, TensorShape, is_weight
 from modelopt_lite.words import counted
 
@@ -225,94 +224,6 @@ def _with_skip(c: Candidate, skip: str | None) -> Candidate:
     return replace(c, skip=skip) if skip else c
 
 
-def apply_recipe(
-    found: list[Candidate], recipe: Recipe, others: Iterable[str] = ()
-) -> list[Candidate]:
-    """Set the formats that the recipe gives, and its reasons where it gives none.
-
-    Args:
-        found: What could be quantized.
-        recipe: What to quantize.
-        others: Further names that a pattern may exclude: whether a router is a linear layer
-            depends on the release of transformers.
-
-    Raises:
-        RecipeError: A pattern selects nothing, or nothing is left to quantize.
-    """
-    names = [c.name for c in found]
-    others = [*names, *others]
-    _check_patterns("include", recipe.include, names, recipe)
-    _check_patterns("exclude", recipe.exclude, others, recipe)
-    for override in recipe.overrides:
-        _check_patterns("override", override.modules, others, recipe)
-    _check_includes(found, recipe)
-    chosen = []
-    for c in found:
-        name, reason = _format_of(c.name, recipe)
-        skip = c.skip or reason
-        chosen.append(replace(c, skip=skip, format="" if skip else name))
-    if recipe.formats and not any(c.skip is None for c in chosen):
-        reasons = sorted({str(c.skip) for c in chosen}) or ["the model has no linear layers"]
-        raise RecipeError(
-            f"the recipe {recipe.name!r} quantizes nothing of this model "
-            f"({counted(len(chosen), 'matrix', 'matrices')}, left out as: "
-            f"{'; '.join(reasons[:5])}); change its patterns"
-        )
-    return chosen
-
-
-def _format_of(module: str, recipe: Recipe) -> tuple[str, str | None]:
-    """Return the format that a recipe gives a module, or why it gives none."""
-    for pattern in recipe.exclude:
-        if selects(pattern, module):
-            return "", f"excluded by the pattern {pattern!r}"
-    included = not recipe.include or any(selects(p, module) for p in recipe.include)
-    name, left = recipe.weights if included else NO_FORMAT, f"not in the recipe {recipe.name}"
-    for override in recipe.overrides:
-        if any(selects(p, module) for p in override.modules):
-            name, left = override.weights, f"left out by an override of the recipe {recipe.name}"
-    return (name, None) if name != NO_FORMAT else ("", left)
-
-
-def regroup(candidates: list[Candidate], recipe: Recipe) -> tuple[list[Candidate], list[str]]:
-    """Give INT4 formats the groups that the recipe asks for.
-
-    Where it gives several sizes, all matrices have the first that divides the inputs of each; where
-    none does, the first, whose matrices `check_shapes` then names.
-
-    Returns:
-        The matrices, and notes on what was taken instead of the first.
-
-    Raises:
-        RecipeError: No format of the recipe has groups of another size.
-    """
-    if not recipe.group_size:
-        return candidates, []
-    grouped = [c for c in candidates if c.skip is None and FORMATS[c.format].codec.any_block]
-    if not grouped:
-        fixed = ", ".join(recipe.formats) or "none"
-        raise RecipeError(
-            f"the recipe {recipe.name!r} asks for group_size {list(recipe.group_size)}, and no "
-            f"matrix has a format whose groups may have another size (formats: {fixed}); leave "
-            "group_size out, or take int4_weight_only or w4a8_awq"
-        )
-    widths = {c.width: c for c in reversed(grouped)}
-    taken = next((s for s in recipe.group_size if not any(w % s for w in widths)), None)
-    notes = []
-    if taken not in (None, recipe.group_size[0]):
-        width, c = next((w, c) for w, c in widths.items() if w % recipe.group_size[0])
-        notes.append(
-            f"groups of {taken} instead of {recipe.group_size[0]}, which does not divide the "
-            f"{width} inputs of {c.name}"
-        )
-    size = taken or recipe.group_size[0]
-    names = {c.name for c in grouped}
-    return [
-        replace(c, format=FORMATS[c.format].with_group_size(size).name) if c.name in names else c
-        for c in candidates
-    ], notes
-
-
 def check_shapes(
     candidates: list[Candidate], on_bad_shape: str, numerics: Numerics
 ) -> list[Candidate]:
@@ -350,30 +261,3 @@ def _smaller_groups(candidates: Iterable[Candidate]) -> str:
     common = math.gcd(*(c.width for c in taken)) if taken else 0
     fitting = [size for size in (128, 64, 32, 16, 8) if common and common % size == 0]
     return f" or group_size: {fitting[0]}" if fitting else ""
-
-
-def _check_includes(found: list[Candidate], recipe: Recipe) -> None:
-    """Refuse an include that would be without effect: all that it selects stays as it is."""
-    for pattern in recipe.include:
-        hit = [c for c in found if selects(pattern, c.name)]
-        if hit and all(c.skip for c in hit):
-            raise RecipeError(
-                f"the include pattern {pattern!r} of recipe {recipe.name!r} selects only what is "
-                f"never quantized here: {hit[0].name} ({hit[0].skip}); leave it out"
-            )
-
-
-def _check_patterns(kind: str, patterns: tuple[str, ...], names: list[str], recipe: Recipe) -> None:
-    """A preset's lists serve every architecture: there, a pattern may select nothing."""
-    from modelopt_lite.recipes import preset_names
-
-    hits = {p: any(selects(p, name) for name in names) for p in patterns}
-    if recipe.name in preset_names():
-        return
-    for pattern, hit in hits.items():
-        if not hit:
-            example = names[0] if names else "(none)"
-            raise RecipeError(
-                f"the {kind} pattern {pattern!r} of recipe {recipe.name!r} matches no linear "
-                f"layer; a name looks like {example!r}, and a lone * spans one or more parts"
-            )

@@ -45,8 +45,8 @@ FLAGS = {
     """,
     "diff": "--json",
     "eval": """
-        --activations --batch-size --device --json --max-tokens --no-activations --no-progress
-        --progress --seq-len --text --trust-remote-code
+        --activations --against --batch-size --device --json --keep --max-tokens --no-activations
+        --no-progress --progress --seq-len --text --trust-remote-code
     """,
     "specs check": "--json",
     "specs list": "--json",

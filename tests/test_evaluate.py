@@ -383,3 +383,48 @@ def test_nan_is_an_error(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(NonFiniteError, match="predicts NaN"):
         perplexity(folder, text=ids_of(INPUTS / "llama")[:1])
+
+
+def plain_logits(folder: Path, batches: Iterable[Tensor]) -> list[Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return [model(ids_BT).logits for ids_BT in batches]
+
+
+def test_divergence_equals_that_of_plain_transformers(tmp_path: Path) -> None:
+    """KL of two models in float32, of the tokens that predict another; in either direction."""
+    folders = [shutil.copytree(INPUTS / "llama_f32", tmp_path / name) for name in ("one", "two")]
+    tensors = load_file(folders[1] / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    changed = {n: t + torch.randn(t.shape, generator=generator) * 0.05 for n, t in tensors.items()}
+    save_file(changed, folders[1] / "model.safetensors", metadata={"format": "pt"})
+    batches = ids_of(INPUTS / "llama_f32")
+    logits = [plain_logits(folder, batches) for folder in folders]
+    for kept, given in ((0, 1), (1, 0)):
+        kept_in = tmp_path / f"kept-{kept}"
+        alone = perplexity(folders[kept], text=batches, keep=kept_in, device="cpu")
+        assert alone.kl is None
+        found = perplexity(folders[given], text=batches, against=kept_in, device="cpu").kl
+        pairs = zip(logits[kept], logits[given], strict=True)
+        sums = [
+            functional.kl_div(
+                q[:, :-1].double().log_softmax(-1),
+                p[:, :-1].double().log_softmax(-1),
+                reduction="sum",
+                log_target=True,
+            )
+            for p, q in pairs
+        ]
+        tokens = sum(ids.numel() - len(ids) for ids in batches)
+        assert found == pytest.approx(float(sum(sums)) / tokens, rel=1e-4)
+    same = perplexity(folders[0], text=batches, against=tmp_path / "kept-0", device="cpu").kl
+    assert same == pytest.approx(0, abs=1e-9)
+
+
+def test_divergence_from_other_predictions_is_refused(tmp_path: Path) -> None:
+    folder, batches = INPUTS / "llama", ids_of(INPUTS / "llama")
+    with pytest.raises(CalibrationError, match="holds no predictions of this text"):
+        perplexity(folder, text=batches, against=tmp_path, device="cpu")
+    perplexity(folder, text=batches, keep=tmp_path, device="cpu")
+    with pytest.raises(CalibrationError, match="holds predictions of other tokens"):
+        perplexity(folder, text=[ids.flip(1) for ids in batches], against=tmp_path, device="cpu")

@@ -31,6 +31,7 @@ PRESETS = [
     "mxfp4_mlp_weight_only",
     "mxfp8",
     "nvfp4",
+    "nvfp4_act_headroom",
     "nvfp4_awq_clip",
     "nvfp4_awq_full",
     "nvfp4_awq_lite",

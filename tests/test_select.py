@@ -15,12 +15,13 @@ import transformers
 from packaging.version import Version
 from torch import nn
 
+from modelopt_lite.apply import apply_recipe
 from modelopt_lite.build import build_meta_model, quiet_transformers
 from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.models import ExpertStorageSpec, ModelSpec, PTQSpec, get_spec, get_specs
 from modelopt_lite.recipes import Override, Recipe
-from modelopt_lite.select import Candidate, apply_recipe, find_candidates
+from modelopt_lite.select import Candidate, find_candidates
 from modelopt_lite.structure import TensorShape, structure_of
 
 installed = Version(transformers.__version__)

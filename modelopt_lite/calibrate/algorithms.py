@@ -9,6 +9,7 @@ from modelopt_lite.calibrate.algorithm import Algorithm
 from modelopt_lite.calibrate.awq import AWQLite
 from modelopt_lite.calibrate.clip import AWQClip, AWQFull
 from modelopt_lite.calibrate.gptq import GPTQ
+from modelopt_lite.calibrate.headroom import ActHeadroom
 from modelopt_lite.calibrate.local_hessian import LocalHessian
 from modelopt_lite.calibrate.mse import MeanSquaredError
 from modelopt_lite.calibrate.smoothquant import SmoothQuant
@@ -19,6 +20,7 @@ from modelopt_lite.formats.linear import FORMATS, LinearFormat
 from modelopt_lite.recipes.algorithms import AlgorithmChoice
 
 _MADE: dict[str, Callable[..., Algorithm]] = {
+    "act_headroom": ActHeadroom,
     "smoothquant": SmoothQuant,
     "awq_lite": AWQLite,
     "awq_clip": AWQClip,

@@ -20,7 +20,10 @@ from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.errors import CalibrationError
 
 _BLOCK = 16
-Kind = Literal["channels", "rows", "gram", "blocks"]
+_BINS = 512
+LOG2_RANGE = (-40.0, 40.0)
+"""What the bins of a histogram of magnitudes span; smaller and larger ones are in the end bins."""
+Kind = Literal["channels", "rows", "gram", "blocks", "histogram"]
 
 
 @dataclass(slots=True)
@@ -37,6 +40,9 @@ class Seen:
         gram: [K, K], the mean over rows of ``2 * x * x.T``, float32.
         blocks: [B, 16, 16], the sum over rows of ``x * x.T`` of each block, float32.
         stride: Of the rows seen, every ``stride``-th was kept.
+        histogram: int64 [512], how many blocks of 16 channels had a largest magnitude in each bin
+            of log2 over ``LOG2_RANGE``; blocks of zeros are not counted.
+        largest: The largest magnitude of all, in the dtype of the inputs.
     """
 
     calls: int = 0
@@ -48,6 +54,17 @@ class Seen:
     gram: Tensor | None = None
     blocks: Tensor | None = None
     stride: int = 1
+    histogram: Tensor | None = None
+    largest: Tensor | None = None
+
+    def add_histogram(self, x_TK: Tensor) -> None:
+        """Count blocks by their largest magnitudes."""
+        amax_N = x_TK.abs().contiguous().view(-1, _BLOCK).amax(-1)
+        largest = amax_N.max()
+        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
+        bins_N = histogram_bins(amax_N[amax_N > 0].float())
+        counts_H = torch.bincount(bins_N, minlength=_BINS)
+        self.histogram = counts_H if self.histogram is None else self.histogram.add_(counts_H)
 
     def add_channels(self, x_TK: Tensor) -> None:
         """Add to the statistics of channels."""
@@ -89,12 +106,19 @@ class Seen:
             self.stride *= 2
 
 
+def histogram_bins(size: Tensor) -> Tensor:
+    """Return the bins of magnitudes > 0, float32 of any shape, as int64."""
+    low, high = LOG2_RANGE
+    return ((size.log2() - low) / (high - low) * _BINS).floor().long().clamp_(0, _BINS - 1)
+
+
 class Statistics:
     """Gathers statistics at some sites; a site may be asked for, and let go, at any time.
 
     Args:
         kinds: What to gather: "channels" (maxima and means), "rows" (a sample), "gram" (products of
-            channels), "blocks" (products within blocks of 16 channels).
+            channels), "blocks" (products within blocks of 16 channels), "histogram" (magnitudes of
+            such blocks).
         sites: Where; None for wherever it is called.
         limit: Returns the most rows to keep at a site, None for all.
     """
@@ -137,6 +161,8 @@ class Statistics:
             seen.add_gram(x_TK)
         if "blocks" in self._kinds:
             seen.add_blocks(x_TK)
+        if "histogram" in self._kinds:
+            seen.add_histogram(x_TK)
         seen.calls += 1
         seen.count += len(x_TK)
 

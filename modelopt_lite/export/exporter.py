@@ -241,8 +241,10 @@ class Exporter:
         write: Write,
         treated: Treated | None = None,
     ) -> None:
-        scaled = treated is not None and treated.scales_inputs
-        seen = treated.input_amax if treated is not None and scaled else self._seen_amax
+        def seen(matrix: Matrix) -> list[Tensor]:
+            chosen = treated.input_amax(matrix) if treated is not None else []
+            return chosen or self._seen_amax(matrix)
+
         self.input_amax.update(amax_of_groups(matrices, seen))
         for matrix in matrices:
             fmt = FORMATS[matrix.format]

@@ -132,11 +132,6 @@ class Treated:
         found = (self._choices[key].input_amax for key in self._keys(matrix))
         return [amax for amax in found if amax is not None]
 
-    @property
-    def scales_inputs(self) -> bool:
-        """Whether inputs are multiplied by scales."""
-        return bool(self._scales)
-
     def _rows(self, name: str) -> Tensor | None:
         """Return the scale [R, 1] that the rows of a matrix take up."""
         after = self._plan.rows.get(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,3 +80,15 @@ NVFP4 = Inputs(
     scale_of=nvfp4.weight_scale_2,
     static=nvfp4.fake_quantize,
 )
+
+INPUTS: Mapping[str, Inputs] = {
+    "none": NONE,
+    "fp8": FP8,
+    "fp8_per_token": FP8_PER_TOKEN,
+    "fp8_dynamic": FP8_AT_RUN_TIME,
+    "int8": INT8,
+    "nvfp4": NVFP4,
+    "mxfp4": MXFP4,
+    "mxfp8": MXFP8,
+}
+"""Roundings by the names that recipes call them."""

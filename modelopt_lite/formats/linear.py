@@ -21,7 +21,7 @@ from modelopt_lite.formats.base import Numerics, TensorSpec, row_chunks
 from modelopt_lite.formats.codecs import fp4, fp8, integer
 from modelopt_lite.formats.codecs.base import Codec
 from modelopt_lite.formats.groups import GROUP_MULTIPLE, fits_groups
-from modelopt_lite.formats.inputs import Inputs
+from modelopt_lite.formats.inputs import INPUTS, Inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +276,31 @@ def get_format(name: str) -> LinearFormat:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise RecipeError(f"unknown format {name!r}{hint}; known: {', '.join(sorted(FORMATS))}")
     return FORMATS[name]
+
+
+def with_inputs(fmt: LinearFormat, name: str) -> LinearFormat:
+    """Return the format that keeps weights as one does and rounds inputs as asked.
+
+    Args:
+        fmt: The format of the weights.
+        name: A key of ``INPUTS``.
+
+    Raises:
+        RecipeError: No such rounding, or no format of both.
+    """
+    if name not in INPUTS:
+        near = difflib.get_close_matches(name, INPUTS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise RecipeError(f"unknown inputs {name!r}{hint}; known: {', '.join(INPUTS)}")
+    alike = [fmt, *(f for f in FORMATS.values() if f.codec.element == fmt.codec.element)]
+    found = next((f for f in alike if f.inputs == INPUTS[name]), None)
+    if found is None:
+        possible = [key for key, value in INPUTS.items() if any(f.inputs == value for f in alike)]
+        raise RecipeError(
+            f"no format has the weights of {fmt.name!r} and the inputs {name!r}; with these "
+            f"weights inputs can be: {', '.join(possible)}"
+        )
+    return found.with_group_size(fmt.group_size or 0) if found.codec.any_block else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 A recipe names a weight format, the modules it applies to, other formats for some of them, and the
 format of the KV cache. Patterns
 select modules by their name on disk, with everything below them: ``*`` alone stands for one or more
-parts of the dotted name, and within a part for any characters.
+parts of the dotted name, and within a part for any characters. ``class:`` before a pattern selects
+by the class of a module in the installed transformers, again with everything below.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from modelopt_lite.errors import RecipeError
+from modelopt_lite.errors import OffloadConfigError, RecipeError
 from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.formats.groups import GROUP_MULTIPLE, fits_groups
 from modelopt_lite.recipes.algorithms import AlgorithmChoice, parse_algorithm
@@ -40,10 +41,17 @@ class Override:
     Attributes:
         modules: Patterns of the modules.
         weights: Name of a format, or ``"none"`` to leave them as they are.
+        inputs: How inputs are rounded, where not as that format has it; see ``Recipe.inputs``.
     """
 
     modules: tuple[str, ...]
     weights: str
+    inputs: str | None = None
+
+    @property
+    def format(self) -> str:
+        """The format of weights and inputs together, or ``"none"``."""
+        return _format_of(self.weights, self.inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +61,8 @@ class Recipe:
     Attributes:
         name: Shown in reports and in the default name of the export's folder.
         weights: Name of a format, which also says how inputs are quantized; ``"none"`` for none.
+        inputs: How inputs are rounded, a key of ``INPUTS``, where not as the format of the weights
+            has it; there must be a format of both.
         kv_cache: Format of the key and value cache, or None to leave it.
         algorithm: How scales are chosen; in files a name, or ``method`` and its options.
         include: Patterns of modules to quantize; empty: every linear layer and expert that the
@@ -65,6 +75,7 @@ class Recipe:
 
     name: str
     weights: str
+    inputs: str | None = None
     kv_cache: str | None = None
     algorithm: AlgorithmChoice = field(default_factory=AlgorithmChoice)
     include: tuple[str, ...] = ()
@@ -74,10 +85,39 @@ class Recipe:
     description: str = field(default="", compare=False)
 
     @property
+    def format(self) -> str:
+        """The format of weights and inputs together, or ``"none"``."""
+        return _format_of(self.weights, self.inputs)
+
+    @property
+    def input_format(self) -> str:
+        """How inputs are rounded, a key of ``INPUTS``, whether it was said or follows."""
+        from modelopt_lite.formats.inputs import INPUTS
+        from modelopt_lite.formats.linear import get_format
+
+        rounding = get_format(self.format).inputs if self.format != NO_FORMAT else INPUTS["none"]
+        return next(name for name, inputs in INPUTS.items() if inputs == rounding)
+
+    @property
+    def selects_by_class(self) -> bool:
+        """Whether some pattern asks for the classes of modules, which only a model has."""
+        named = (pattern for override in self.overrides for pattern in override.modules)
+        every = (*self.include, *self.exclude, *named)
+        return any(pattern.lstrip().startswith("class:") for pattern in every)
+
+    @property
     def formats(self) -> tuple[str, ...]:
         """Names of the weight formats that it asks for, each once."""
-        named = (self.weights, *(override.weights for override in self.overrides))
+        named = (self.format, *(override.format for override in self.overrides))
         return tuple(dict.fromkeys(name for name in named if name != NO_FORMAT))
+
+
+def _format_of(weights: str, inputs: str | None) -> str:
+    if inputs is None or weights == NO_FORMAT:
+        return weights
+    from modelopt_lite.formats.linear import get_format, with_inputs  # they need torch
+
+    return with_inputs(get_format(weights), inputs).name
 
 
 def preset_names() -> list[str]:
@@ -106,7 +146,7 @@ def load_recipe(recipe: str | Path | Recipe, *, kv_cache: str | None = None) -> 
         recipe = replace(recipe, kv_cache=None if kv_cache == "none" else kv_cache)
     if recipe.kv_cache is not None and recipe.kv_cache not in KV_FORMATS:
         raise RecipeError(
-            f"unknown KV cache format {recipe.kv_cache!r}{_near(recipe.kv_cache, KV_FORMATS)}; "
+            f"unknown KV cache format {recipe.kv_cache!r}{nearest(recipe.kv_cache, KV_FORMATS)}; "
             f"known: {', '.join(KV_FORMATS)}"
         )
     return recipe
@@ -115,7 +155,7 @@ def load_recipe(recipe: str | Path | Recipe, *, kv_cache: str | None = None) -> 
 def _preset(name: str) -> str:
     name, names = ALIASES.get(name, name), preset_names()
     if name not in names:
-        near = _near(name, (*names, *ALIASES))
+        near = nearest(name, (*names, *ALIASES))
         raise RecipeError(
             f"unknown recipe {name!r}{near}; presets: {', '.join(names)}; "
             "a recipe of your own is a .yaml file"
@@ -145,7 +185,7 @@ def parse_recipe(data: dict[str, Any], *, where: str) -> Recipe:
             f'{where}: weights must name a format, or be "none", got {data.get("weights")!r}'
         )
     made: dict[str, Any] = {key: _patterns(data, key, where) for key in ("include", "exclude")}
-    for key in ("name", "kv_cache", "description"):
+    for key in ("name", "inputs", "kv_cache", "description"):
         if not isinstance(data.get(key, ""), str | None):
             raise RecipeError(f"{where}: {key} must be text, got {data[key]!r}")
     if not data.get("name") or "/" in data["name"]:  # it ends the name of the export's folder
@@ -159,6 +199,7 @@ def parse_recipe(data: dict[str, Any], *, where: str) -> Recipe:
     made["overrides"] = tuple(
         _override(item, f"{where}: overrides[{index}]") for index, item in enumerate(overrides)
     )
+    _check_inputs(data, where)
     made["group_size"] = _group_size(data.get("group_size"), where)
     return Recipe(**{**data, **made})
 
@@ -183,7 +224,21 @@ def _override(data: Any, where: str) -> Override:
             f'{where} must have a list of modules, and weights that name a format or are "none", '
             f"got {data!r}"
         )
-    return Override(modules=modules, weights=weights)
+    _check_inputs(data, where)
+    return Override(modules=modules, weights=weights, inputs=data.get("inputs"))
+
+
+def _check_inputs(data: dict[str, Any], where: str) -> None:
+    """Check that a format has the given weights and inputs."""
+    given = data.get("inputs")
+    if given is None:
+        return
+    if not isinstance(given, str) or data["weights"] == NO_FORMAT:
+        raise RecipeError(f"{where}: inputs must name how they are rounded, got {given!r}")
+    try:
+        _format_of(data["weights"], given)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from error
 
 
 def _check_keys(data: dict[str, Any], kind: type[Recipe | Override], where: str) -> None:
@@ -191,7 +246,7 @@ def _check_keys(data: dict[str, Any], kind: type[Recipe | Override], where: str)
     for key in data:
         if key not in known:
             raise RecipeError(
-                f"{where}: unknown key {key!r}{_near(str(key), known)}; known: "
+                f"{where}: unknown key {key!r}{nearest(str(key), known)}; known: "
                 f"{', '.join(sorted(known))}"
             )
 
@@ -200,9 +255,18 @@ def _patterns(data: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
     value = data.get(key) or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise RecipeError(f"{where}: {key} must be a list of patterns, got {value!r}")
-    return tuple(value)
+    if not any(":" in pattern or not pattern.strip() for pattern in value):
+        return tuple(value)
+    from modelopt_lite.offload.patterns import parse_patterns
+
+    try:
+        parsed = parse_patterns(value, field=key)
+    except OffloadConfigError as error:
+        raise RecipeError(f"{where}: {error}") from error
+    return tuple(p.text if p.kind == "class" else p.body for p in parsed)
 
 
-def _near(name: str, known: Any) -> str:
+def nearest(name: str, known: Any) -> str:
+    """Return words that suggest the nearest of known names; empty where none is near."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -17,6 +17,7 @@ METHODS: dict[str, dict[str, Option]] = {
     "awq_lite": {"alpha_step": 0.1},
     "awq_clip": {"min_clip_ratio": 0.5, "shrink_step": 0.05},
     "awq_full": {"alpha_step": 0.1, "min_clip_ratio": 0.5, "shrink_step": 0.05},
+    "act_headroom": {"anchor_percentile": 1.0, "upper_percentile": 99.99, "rho": 16384.0},
     "gptq": {"perc_damp": 0.01, "block_size": 128},
     "local_hessian": {},
     "svdquant": {"lowrank": 32, "alpha_step": 0.1},
@@ -28,6 +29,9 @@ METHODS: dict[str, dict[str, Option]] = {
     },
 }
 """Method -> its options, with the values that they have where a recipe gives none."""
+
+OTHER_NAMES = {"nvfp4_act_headroom": "act_headroom"}
+"""What Model Optimizer calls a method -> its name here, where the two differ."""
 
 SMOOTHING = frozenset({"smoothquant", "awq_lite", "awq_full", "svdquant"})
 """Methods that scale the input channels of weights, and inputs by the inverse."""
@@ -77,7 +81,8 @@ def parse_algorithm(data: Any, *, where: str) -> AlgorithmChoice:
         raise RecipeError(
             f"{where}: algorithm must be a name, or a mapping with method and options, got {data!r}"
         )
-    method = data["method"]
+    method = str(data["method"])
+    method = OTHER_NAMES.get(method, method)
     if method not in METHODS:
         raise RecipeError(
             f"{where}: unknown algorithm {method!r}{_near(method, METHODS)}; known: "

@@ -30,6 +30,7 @@ class Codec(ABC):
         block: Elements along K that share a block scale, None without blocks.
         row_multiple: ``part`` takes rows that begin at a multiple of this.
         kind: What codes are.
+        element: Codecs of equal ones differ in their scales alone.
         stacks_as_stored: Under ``numerics="modelopt"`` blocks run along the last axis of a stack as
             it lies on disk, whichever axis that is.
         takes_scale_amax: What its scales stand for can be chosen.
@@ -44,6 +45,7 @@ class Codec(ABC):
     block: int | None = None
     row_multiple: int = 1
     kind: Literal["float", "int"] = "float"
+    element: str = ""
     stacks_as_stored: bool = False
     takes_scale_amax: bool = False
     any_block: bool = False

@@ -23,6 +23,7 @@ class _NvFp4(Codec):
 
     reach: float = E2M1_MAX * E4M3_MAX
 
+    element: str = "nvfp4"
     num_bits: int = 4
     bits: float = 4.5
     code_dtype: torch.dtype = torch.uint8
@@ -87,6 +88,7 @@ class _NvFp4(Codec):
 class _MxFp4(Codec):
     """MXFP4: a power of two a block."""
 
+    element: str = "mxfp4"
     num_bits: int = 4
     bits: float = 4.25
     code_dtype: torch.dtype = torch.uint8

@@ -17,6 +17,7 @@ from modelopt_lite.formats.codecs.base import Codec, finite, stacked, unstacked
 class _PerTensor(Codec):
     """One float32 scale for a matrix or stack."""
 
+    element: str = "fp8"
     num_bits: int = 8
     bits: float = 8.0
     code_dtype: torch.dtype = fp8.DTYPE
@@ -56,6 +57,7 @@ class _PerTensor(Codec):
 class _PerRow(Codec):
     """A float32 scale for each row."""
 
+    element: str = "fp8 by row"
     num_bits: int = 8
     bits: float = 8.0
     code_dtype: torch.dtype = fp8.DTYPE
@@ -96,6 +98,7 @@ class _Blocks(Codec):
     scale of a single block as that of a matrix: it is a scalar, and fused matrices share it.
     """
 
+    element: str = "fp8 by block"
     num_bits: int = 8
     bits: float = 8.0
     code_dtype: torch.dtype = fp8.DTYPE
@@ -166,6 +169,7 @@ class _Blocks(Codec):
 class _MxFp8(Codec):
     """MXFP8: a power of two for 32 neighbours in a row."""
 
+    element: str = "mxfp8"
     num_bits: int = 8
     bits: float = 8.25
     code_dtype: torch.dtype = fp8.DTYPE

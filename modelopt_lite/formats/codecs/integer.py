@@ -18,6 +18,7 @@ from modelopt_lite.formats.codecs.base import Codec, finite, stacked, unstacked
 class _Int8(Codec):
     """A float32 scale for each row."""
 
+    element: str = "int8"
     num_bits: int = 8
     bits: float = 8.0
     code_dtype: torch.dtype = torch.int8
@@ -76,6 +77,7 @@ class _Int8(Codec):
 class _Int4(Codec):
     """Two rows to a byte, a float32 scale for ``block`` neighbours in a row."""
 
+    element: str = "int4"
     num_bits: int = 4
     bits: float = 4 + 32 / integer.BLOCK
     code_dtype: torch.dtype = torch.uint8

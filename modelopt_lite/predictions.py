@@ -1,0 +1,87 @@
+"""What a model predicts for a text, kept in a folder, so that other models can be held against it.
+
+Shape suffixes: B sequences, T tokens, V vocabulary, N tokens of several sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from modelopt_lite.errors import CalibrationError
+
+_CHUNK = 1 << 22  # elements that are float32 at a time: 16 MiB for each of two
+
+
+class Predictions:
+    """Logits of every batch of a text, one file a batch.
+
+    Args:
+        folder: Where they lie.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder).expanduser()
+
+    def keep(self, index: int, ids_BT: Tensor, logits_BTV: Tensor) -> None:
+        """Write a batch, with the token ids that it belongs to."""
+        from safetensors.torch import save_file
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        tensors = {"ids": ids_BT.cpu().contiguous(), "logits": logits_BTV.cpu().contiguous()}
+        save_file(tensors, self._path(index))
+
+    def check(self, batches: Sequence[Tensor], vocab_size: int) -> None:
+        """Check that these are predictions of a text by a model of the same vocabulary.
+
+        Raises:
+            CalibrationError: There are none, or of other tokens or another vocabulary.
+        """
+        from safetensors import safe_open
+
+        for index, ids_BT in enumerate(batches):
+            path = self._path(index)
+            if not path.is_file():
+                raise CalibrationError(
+                    f"{path} does not exist: {self._folder} holds no predictions of this text; "
+                    "make them of the original with keep (--keep), and the same text and sizes"
+                )
+            with safe_open(path, "pt") as file:
+                kept_BT, shape = file.get_tensor("ids"), file.get_slice("logits").get_shape()
+            if not torch.equal(kept_BT, ids_BT.cpu()) or shape[-1] != vocab_size:
+                raise CalibrationError(
+                    f"{path} holds predictions of other tokens, or of {shape[-1]} words where the "
+                    f"model knows {vocab_size}; make them again with keep (--keep), and the same "
+                    "text and sizes"
+                )
+
+    def divergence(self, index: int, logits_BTV: Tensor) -> float:
+        """Return the sum over tokens of KL(kept || given), in nats; not of the last of a sequence.
+
+        Each token's is computed in float32, and they are added up in float64.
+        """
+        from safetensors import safe_open
+
+        with safe_open(self._path(index), "pt") as file:
+            kept_BTV = file.get_tensor("logits")
+        total = torch.zeros((), dtype=torch.float64, device=logits_BTV.device)
+        step = max(1, _CHUNK // logits_BTV.shape[-1])
+        for kept_TV, given_TV in zip(kept_BTV[:, :-1], logits_BTV[:, :-1], strict=True):
+            for start in range(0, len(given_TV), step):
+                kept_NV = kept_TV[start : start + step].to(given_TV.device)
+                total += _divergences(kept_NV, given_TV[start : start + step]).double().sum()
+        return float(total)
+
+    def _path(self, index: int) -> Path:
+        return self._folder / f"batch-{index:05d}.safetensors"
+
+
+def _divergences(kept_NV: Tensor, given_NV: Tensor) -> Tensor:
+    """Return KL(kept || given) of each token, float32 [N]."""
+    log_p_NV = functional.log_softmax(kept_NV.float(), -1)
+    log_q_NV = functional.log_softmax(given_NV.float(), -1)
+    return (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(-1)
