@@ -192,29 +192,46 @@ def verify(
             "transformers, compressed_tensors; several with commas."
         ),
     ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="With --deep: run both on a text and compare logits and layers. A .txt file, or "
+            "cpython for the text that comes with it."
+        ),
+    ] = None,
+    seq_len: Annotated[int, typer.Option(help="Of the text: tokens of a block.")] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Of the text: stop after so many.")] = 8192,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow code that the checkpoints bring.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Audit an export, of any tool; exits with 1 where a rule is broken."""
     _set_up_torch()
-    from modelopt_lite.output import resolve_checkpoint
-    from modelopt_lite.report_view import audit_view
-    from modelopt_lite.verify.audit import examine
-    from modelopt_lite.verify.opening import export_folders
-    from modelopt_lite.verify.rules import engine_names
+    from modelopt_lite.checking import check_exports
+    from modelopt_lite.report_view import audit_view, predictions_view
 
     if deep and source is None:
         raise typer.BadParameter("--deep compares with a source; give --source CKPT")
-    engines = engine_names(engine or ())
-    original = resolve_checkpoint(source) if source is not None else None
-    folders = export_folders(resolve_checkpoint(export))
-    audits = [examine(f, source=original, deep=deep, engines=engines) for f in folders]
-    failed = any(audit.failed for audit in audits)
+    if text is not None and not deep:
+        raise typer.BadParameter("--text compares values; give --source CKPT and --deep")
+    checked = check_exports(
+        export,
+        source=source,
+        deep=deep,
+        engines=engine or (),
+        text=text,
+        seq_len=seq_len,
+        max_tokens=max_tokens,
+        trust_remote_code=trust_remote_code,
+    )
+    failed = any(one.audit.failed for one in checked)
     if as_json:
-        _print_json({"ok": not failed, "exports": [audit.as_dict() for audit in audits]})
-    else:
-        compared_with = None if original is None else str(original)
-        for audit in audits:
-            _show(audit_view(audit, compared_with, deep=deep))
+        _print_json({"ok": not failed, "exports": [one.as_dict() for one in checked]})
+    for one in () if as_json else checked:
+        if one.predictions is not None:
+            _show(predictions_view(one.predictions))
+        _show(audit_view(one.audit, source, deep=deep))
     if failed:
         raise typer.Exit(1)
 

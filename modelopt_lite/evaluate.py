@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,13 +42,15 @@ from modelopt_lite.models.specs import ptq_facts
 from modelopt_lite.offload.memory import bound_caches
 from modelopt_lite.offload.store import Loaded
 from modelopt_lite.offload.stream import StreamedModel
-from modelopt_lite.offload.units import find_units
+from modelopt_lite.offload.units import Unit, find_units
 from modelopt_lite.output import resolve_checkpoint
 from modelopt_lite.plan import Plan
 from modelopt_lite.progress import Progress, make_progress
 from modelopt_lite.recipes import Recipe
 
 EvalText = str | Path | Tensor | Iterable[Tensor] | Iterable[str] | None
+
+Result = TypeVar("Result")
 
 _LOGITS = 1 << 26  # elements a batch; 128 MiB in 16 bits
 _LOSS_CHUNK = 1 << 22  # elements that are float32 at a time: 16 MiB
@@ -123,16 +125,21 @@ def perplexity(
         )
     folder = resolve_checkpoint(ckpt)
     with closing(open_source(folder)) as source:
-        job = _job(folder, source, trust_remote_code, device)
-        batches, byte_count = _load(text, job, seq_len, max_tokens, batch_size, trust_remote_code)
+        job = open_job(folder, source, trust_remote_code, device)
+        batches, byte_count = load_batches(
+            text, job, seq_len, max_tokens, batch_size, trust_remote_code
+        )
         tokens = sum(ids_BT.numel() - len(ids_BT) for ids_BT in batches)
         if not tokens:
             raise CalibrationError("no sequence of the text has 2 tokens; give a longer text")
-        rounding = None
-        if activations and isinstance(source, DequantizedSource):
-            rounding = InputRounding(source, job.plan.names, job.device)
+        batches = [ids_BT.to(job.device) for ids_BT in batches]
+
+        def take(index: int, logits_BTV: Tensor) -> float:
+            return _summed_loss(logits_BTV[:, :-1], batches[index][:, 1:])
+
+        rounding = input_rounding(job, activations=activations)
         with make_progress(progress) as tell:
-            losses = _run(job, [ids_BT.to(job.device) for ids_BT in batches], rounding, tell)
+            losses = run_batches(job, batches, rounding, tell, take)
     total = math.fsum(losses)
     if math.isnan(total):
         raise NonFiniteError(
@@ -150,7 +157,7 @@ def perplexity(
     )
 
 
-def _job(folder: Path, source: Source, trust: bool, device: str | torch.device | None) -> Job:
+def open_job(folder: Path, source: Source, trust: bool, device: str | torch.device | None) -> Job:
     """A run whose plan quantizes nothing: the same units and weights as that of an export."""
     model_type = check_model_type(source.config, None, folder)
     model = build_meta_model(folder, source.config, trust_remote_code=trust)
@@ -170,7 +177,14 @@ def _job(folder: Path, source: Source, trust: bool, device: str | torch.device |
     return Job(folder, source, model, model_type, plan, pick_device(device))
 
 
-def _load(
+def input_rounding(job: Job, *, activations: bool) -> InputRounding | None:
+    """Return what rounds inputs as engines do; None where nothing does."""
+    if activations and isinstance(job.source, DequantizedSource):
+        return InputRounding(job.source, job.plan.names, job.device)
+    return None
+
+
+def load_batches(
     text: EvalText,
     job: Job,
     seq_len: int,
@@ -249,10 +263,27 @@ def _predicted_bytes(tokenizer: Any, text: str, rows: list[Tensor]) -> int:
     return count
 
 
-def _run(
-    job: Job, batches: list[Tensor], rounding: InputRounding | None, tell: Progress
-) -> list[float]:
-    """Run all batches in lockstep; return the summed loss of each, in nats."""
+def run_batches(
+    job: Job,
+    batches: list[Tensor],
+    rounding: InputRounding | None,
+    tell: Progress,
+    take: Callable[[int, Tensor], Result],
+    left: Callable[[Unit], None] = lambda unit: None,
+) -> list[Result]:
+    """Run all batches in lockstep.
+
+    Args:
+        job: The checkpoint.
+        batches: Token ids [B, T] on the job's device.
+        rounding: Rounds inputs, where not None.
+        tell: Hears of progress.
+        take: Called with a batch's position and its logits [B, T, V].
+        left: Called with each unit that all batches have run through.
+
+    Returns:
+        What ``take`` returned for each batch.
+    """
     bound_caches()
     model, store = job.model, job.store()
     watch = InputWatch(lambda site, x, batched: None)
@@ -270,18 +301,19 @@ def _run(
         give_back()
         if rounding is not None:
             rounding.forget(loaded.unit.entries)
+        left(loaded.unit)
         done.add(loaded.unit.name)
         tell(f"unit {loaded.unit.name}", len(done), len(units))
 
-    def forward(ids_BT: Tensor) -> float:
+    def forward(index: int) -> Result:
         with watch, model_code(model):
-            logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
-        return _summed_loss(logits_BTV[:, :-1], ids_BT[:, 1:])
+            logits_BTV = model(input_ids=batches[index], use_cache=False).logits
+        return take(index, logits_BTV)
 
     _, budget = job.unit_bytes()
     streamed = StreamedModel(model, store, units, budget=budget, entered=entered, leaving=leaving)
     with eager_experts(model), torch.inference_mode(), streamed:
-        return streamed.run_together([partial(forward, ids_BT) for ids_BT in batches])
+        return streamed.run_together([partial(forward, index) for index in range(len(batches))])
 
 
 def _summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> float:

@@ -12,6 +12,7 @@ from rich.text import Text
 from modelopt_lite.words import counted
 
 if TYPE_CHECKING:
+    from modelopt_lite.fidelity import Fidelity
     from modelopt_lite.formats.linear import ErrorReport
     from modelopt_lite.report import Report
     from modelopt_lite.verify.audit import Audit, Coverage
@@ -120,6 +121,20 @@ def weight_errors_table(errors: Sequence[tuple[str, ErrorReport]]) -> Table:
     if (more := len(errors) - _WORST_SHOWN) > 0:
         table.add_row(f"... and {more:,} more with smaller errors; --json lists all", "", "", "")
     return table
+
+
+def predictions_view(predicted: Fidelity) -> RenderableType:
+    """Return how an export predicts a text, and the layers that differ most from the source's."""
+    facts = {
+        "KL(source || export)": f"{predicted.kl:.5f} nats a token, at most {predicted.kl_max:.4f}",
+        "same likeliest token": f"{predicted.top1:.2%} of {predicted.tokens:,}",
+        "perplexity": f"{predicted.source_perplexity:.4f} -> {predicted.export_perplexity:.4f}",
+    }
+    table = Table("layer", "relative error of its outputs", box=None, pad_edge=False)
+    worst = sorted(predicted.layers.items(), key=lambda item: -item[1])
+    for name, error in worst[:_WORST_SHOWN]:
+        table.add_row(name, f"{error:.4f}")
+    return Group(facts_table(facts), table)
 
 
 def _counts(findings: Sequence[Finding]) -> str:

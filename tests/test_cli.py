@@ -40,7 +40,9 @@ FLAGS = {
     "": "--version",
     "quantize": RUN_FLAGS,
     "plan": f"{RUN_FLAGS} --json --read-bandwidth --world-size --write-bandwidth",
-    "verify": "--deep --engine --json --source",
+    "verify": """
+        --deep --engine --json --max-tokens --seq-len --source --text --trust-remote-code
+    """,
     "eval": """
         --activations --batch-size --device --json --max-tokens --no-activations --no-progress
         --progress --seq-len --text --trust-remote-code
@@ -372,13 +374,17 @@ def test_quantize_verify_and_eval(tmp_path: Path) -> None:
     assert json.loads((target / REPORT_FILE).read_text(encoding="utf-8"))["recipe"] == DATA_FREE[1]
 
     assert "no findings" in run("verify", target, "--source", TINY).stdout
-    deep = json.loads(run("verify", target, "--source", TINY, "--deep", "--json").stdout)
+    text = ("--text", "cpython", "--max-tokens", "64", "--seq-len", "32")
+    deep = json.loads(run("verify", target, "--source", TINY, "--deep", *text, "--json").stdout)
     [export] = deep["exports"]
     assert (deep["ok"], export["findings"], export["dialect"]) == (True, [], "modelopt")
     relative = [entry["relative"] for entry in export["errors"]]
     assert len(relative) == export["checked"]["quantized"] == 112
     assert relative == sorted(relative, reverse=True)
     assert 0 < relative[-1] < relative[0] < 0.04
+    predicted = export["predictions"]
+    assert (predicted["tokens"], len(predicted["layers"])) == (62, 4)
+    assert 0 < predicted["kl"] < 0.1
     assert json.loads(run("verify", target, "--json").stdout)["exports"][0]["errors"] == []
     values = json.loads(run("eval", target, "--max-tokens", "256", "--json").stdout)
     assert values["quantized"] is True
@@ -393,4 +399,5 @@ def test_quantize_verify_and_eval(tmp_path: Path) -> None:
     assert not found["ok"]
     assert any(f["severity"] == "error" for f in found["exports"][0]["findings"])
     assert run("verify", target, "--deep").exit_code == 2
+    assert run("verify", target, "--source", TINY, "--text", "cpython").exit_code == 2
     failed(run("verify", target, "--engine", "vlm"), 1, "error [MOL300]", "did you mean 'vllm'")
