@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import io
-import json
-import os
 import signal
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from modelopt_lite import __version__
+from modelopt_lite.cli_audit import diff, verify
 from modelopt_lite.cli_options import RunOptions, with_run_options
+from modelopt_lite.cli_show import AsJson, print_json, set_up_torch, show, show_error
 from modelopt_lite.errors import (
     DegradedError,
     ModelOptLiteError,
@@ -45,7 +43,7 @@ class _Commands(typer.core.TyperGroup):
             with loading_specs():
                 return super().invoke(ctx)
         except ModelOptLiteError as error:
-            _show_error(error.code, str(error))
+            show_error(error.code, str(error))
             status = DEGRADED if isinstance(error, DegradedError) else 1
             raise typer.Exit(status) from error
         except KeyboardInterrupt as error:
@@ -67,49 +65,12 @@ app.add_typer(recipes_app, name="recipes")
 
 Checkpoint = Annotated[str, typer.Argument(help="Folder of a checkpoint, or a hub id.")]
 Bandwidth = Annotated[str, typer.Option(help="Of the disk, a second, to foretell its time.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def main() -> None:
     """Run the command line; a request to end (SIGTERM) cleans up as Ctrl-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     app(prog_name="modelopt-lite")
-
-
-_WIDE = 10_000  # columns: what goes to a file or another program is not wrapped
-
-
-def _show(what: Any) -> None:
-    """Print for a person, to the width of the terminal; elsewhere unwrapped and not padded."""
-    console = Console()
-    if console.is_terminal:
-        console.print(what)
-        return
-    lines = Console(width=_WIDE, file=io.StringIO(), color_system=None)
-    lines.print(what)
-    for line in lines.file.getvalue().splitlines():  # type: ignore[attr-defined]
-        typer.echo(line.rstrip())
-
-
-def _show_error(code: str, message: str) -> None:
-    typer.secho(f"error [{code}]: {message}", err=True, fg=typer.colors.RED)
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
-
-
-def _set_up_torch() -> None:
-    """Set what torch's libraries read from the environment as they are loaded.
-
-    Threads that wait for each other spin by default: where other processes want the processors, a
-    run of many small products then takes ten times as long.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
-    from modelopt_lite.offload.memory import bound_caches
-
-    bound_caches()
 
 
 @app.callback(invoke_without_command=True)
@@ -128,7 +89,7 @@ def root(
 @with_run_options
 def quantize(ckpt: Checkpoint, options: RunOptions) -> None:
     """Quantize a checkpoint and write one that engines load."""
-    _set_up_torch()
+    set_up_torch()
     from modelopt_lite.api import quantize_and_export
     from modelopt_lite.report import Report
     from modelopt_lite.report_view import report_table
@@ -137,9 +98,9 @@ def quantize(ckpt: Checkpoint, options: RunOptions) -> None:
         report = quantize_and_export(ckpt, **options.arguments())
     except DegradedError as error:
         if isinstance(error.report, Report):
-            _show(report_table(error.report))
+            show(report_table(error.report))
         raise
-    _show(report_table(report))
+    show(report_table(report))
 
 
 @app.command()
@@ -162,78 +123,17 @@ def plan(
     bandwidths = {"read_bandwidth": read_bandwidth, "write_bandwidth": write_bandwidth}
     described = dry_run(ckpt, world_size=world_size, **bandwidths, **options.arguments())
     if as_json:
-        _print_json(described)
+        print_json(described)
     else:
-        _show(plan_tables(described))
+        show(plan_tables(described))
     for problem in described["problems"]:
-        _show_error(problem["code"], problem["message"])
+        show_error(problem["code"], problem["message"])
     if described["problems"]:
         raise typer.Exit(1)
 
 
-@app.command()
-def verify(
-    export: Annotated[str, typer.Argument(help="Folder of an export, or of one in each dialect.")],
-    *,
-    source: Annotated[
-        str | None,
-        typer.Option(
-            help="What it was made from: names, shapes and the bytes of copies are compared.",
-            metavar="CKPT",
-        ),
-    ] = None,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="With --source: dequantize and compare every matrix.")
-    ] = False,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Only what these refuse or load wrongly: vllm, sglang, tensorrt_llm, "
-            "transformers, compressed_tensors; several with commas."
-        ),
-    ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            help="With --deep: run both on a text and compare logits and layers. A .txt file, or "
-            "cpython for the text that comes with it."
-        ),
-    ] = None,
-    seq_len: Annotated[int, typer.Option(help="Of the text: tokens of a block.")] = 512,
-    max_tokens: Annotated[int, typer.Option(help="Of the text: stop after so many.")] = 8192,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow code that the checkpoints bring.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Audit an export, of any tool; exits with 1 where a rule is broken."""
-    _set_up_torch()
-    from modelopt_lite.checking import check_exports
-    from modelopt_lite.report_view import audit_view, predictions_view
-
-    if deep and source is None:
-        raise typer.BadParameter("--deep compares with a source; give --source CKPT")
-    if text is not None and not deep:
-        raise typer.BadParameter("--text compares values; give --source CKPT and --deep")
-    checked = check_exports(
-        export,
-        source=source,
-        deep=deep,
-        engines=engine or (),
-        text=text,
-        seq_len=seq_len,
-        max_tokens=max_tokens,
-        trust_remote_code=trust_remote_code,
-    )
-    failed = any(one.audit.failed for one in checked)
-    if as_json:
-        _print_json({"ok": not failed, "exports": [one.as_dict() for one in checked]})
-    for one in () if as_json else checked:
-        if one.predictions is not None:
-            _show(predictions_view(one.predictions))
-        _show(audit_view(one.audit, source, deep=deep))
-    if failed:
-        raise typer.Exit(1)
+app.command()(verify)
+app.command()(diff)
 
 
 @app.command(name="eval")
@@ -257,7 +157,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure the perplexity of a checkpoint, original or exported."""
-    _set_up_torch()
+    set_up_torch()
     from modelopt_lite.evaluate import perplexity
     from modelopt_lite.report_view import facts_table
 
@@ -274,9 +174,9 @@ def evaluate(
     )
     values = {"checkpoint": ckpt, **dataclasses.asdict(result)}
     if as_json:
-        _print_json(values)
+        print_json(values)
     else:
-        _show(facts_table({k.replace("_", " "): _measured(k, v) for k, v in values.items()}))
+        show(facts_table({k.replace("_", " "): _measured(k, v) for k, v in values.items()}))
 
 
 def _measured(name: str, value: Any) -> str:
@@ -292,13 +192,13 @@ def specs_list(*, as_json: AsJson = False) -> None:
 
     specs = sorted(get_specs(), key=lambda spec: spec.model_type)
     if as_json:
-        _print_json([spec.model_type for spec in specs])
+        print_json([spec.model_type for spec in specs])
         return
     table = Table("model_type", "experts", "transformers", box=None, pad_edge=False)
     for spec in specs:
         since = f">= {spec.min_transformers_version}" if spec.min_transformers_version else "-"
         table.add_row(spec.model_type, "yes" if spec.moe_spec else "", since)
-    _show(table)
+    show(table)
 
 
 @specs_app.command("show")
@@ -308,14 +208,14 @@ def specs_show(model_type: str, *, as_json: AsJson = False) -> None:
 
     values = dataclasses.asdict(_known_spec(model_type))
     if as_json:
-        _print_json(values)
+        print_json(values)
         return
     facts: dict[str, str] = {}
     for name, value in values.items():
         facts[name] = "" if isinstance(value, dict) else _plain(value)
         if isinstance(value, dict):
             facts |= {f"  {field}": _plain(content) for field, content in value.items()}
-    _show(facts_table(facts))
+    show(facts_table(facts))
 
 
 def _known_spec(model_type: str) -> Any:
@@ -346,7 +246,7 @@ def specs_check(
     For each spec the smallest models of its type are built, with random weights, and every field is
     compared with them.
     """
-    _set_up_torch()
+    set_up_torch()
     import transformers
 
     from modelopt_lite.doctor.check import check_specs
@@ -356,9 +256,9 @@ def specs_check(
     specs = [_known_spec(t) for t in types] if types else get_specs()
     checked = check_specs(specs)
     if as_json:
-        _print_json(check_data(checked, transformers.__version__))
+        print_json(check_data(checked, transformers.__version__))
     else:
-        _show(check_table(checked, transformers.__version__))
+        show(check_table(checked, transformers.__version__))
     if any(one.status == "wrong" for one in checked):
         raise typer.Exit(1)
 
@@ -370,12 +270,12 @@ def recipes_list(*, as_json: AsJson = False) -> None:
 
     recipes = [load_recipe(name) for name in preset_names()]
     if as_json:
-        _print_json([recipe.name for recipe in recipes])
+        print_json([recipe.name for recipe in recipes])
         return
     table = Table("recipe", "what it does", box=None, pad_edge=False)
     for recipe in recipes:
         table.add_row(recipe.name, Text(recipe.description))
-    _show(table)
+    show(table)
 
 
 @recipes_app.command("show")
@@ -386,9 +286,9 @@ def recipes_show(name: str, *, as_json: AsJson = False) -> None:
 
     values = dataclasses.asdict(load_recipe(name))
     if as_json:
-        _print_json(values)
+        print_json(values)
     else:
-        _show(facts_table({key: _plain(value) for key, value in values.items()}))
+        show(facts_table({key: _plain(value) for key, value in values.items()}))
 
 
 def _plain(value: Any) -> str:

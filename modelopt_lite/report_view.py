@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from modelopt_lite.formats.linear import ErrorReport
     from modelopt_lite.report import Report
     from modelopt_lite.verify.audit import Audit, Coverage
+    from modelopt_lite.verify.diff import Difference
     from modelopt_lite.verify.findings import Finding
 
 _WORST = 3
 _LISTED = 4
 _SHOWN = 3
 _WORST_SHOWN = 10
+_DIFFERING_SHOWN = 20
 
 
 def bytes_text(count: float) -> str:
@@ -121,6 +123,32 @@ def weight_errors_table(errors: Sequence[tuple[str, ErrorReport]]) -> Table:
     if (more := len(errors) - _WORST_SHOWN) > 0:
         table.add_row(f"... and {more:,} more with smaller errors; --json lists all", "", "", "")
     return table
+
+
+def difference_view(difference: Difference) -> RenderableType:
+    """Return how two exports differ; of long lists the first few."""
+    parts: list[RenderableType] = []
+    if difference.tensors:
+        table = Table("tensor", "differs in", "A", "B", "elements that differ", box=None)
+        for t in difference.tensors[:_DIFFERING_SHOWN]:
+            count = "" if t.differing is None else f"{t.differing:,} of {t.elements:,}"
+            table.add_row(t.name, t.kind, t.a or "-", t.b or "-", count)
+        parts += [table, *_more(len(difference.tensors))]
+    if difference.values:
+        table = Table("value of", "largest difference", "relative", box=None)
+        for v in difference.values[:_DIFFERING_SHOWN]:
+            table.add_row(v.name, f"{v.largest:.4g}", f"{v.relative:.4g}")
+        parts += [table, *_more(len(difference.values))]
+    if difference.undecoded:
+        parts.append(Text(f"values are not compared: {difference.undecoded}"))
+    parts += [Text(f"{k}: {a!r} -> {b!r}") for k, (a, b) in difference.configs.items()]
+    parts += [Text(f"{file}: {how}") for file, how in difference.files.items()]
+    return Group(*parts)
+
+
+def _more(count: int) -> list[Text]:
+    more = count - _DIFFERING_SHOWN
+    return [Text(f"... and {more:,} more; --json lists all")] if more > 0 else []
 
 
 def predictions_view(predicted: Fidelity) -> RenderableType:

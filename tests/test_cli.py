@@ -43,6 +43,7 @@ FLAGS = {
     "verify": """
         --deep --engine --json --max-tokens --seq-len --source --text --trust-remote-code
     """,
+    "diff": "--json",
     "eval": """
         --activations --batch-size --device --json --max-tokens --no-activations --no-progress
         --progress --seq-len --text --trust-remote-code

@@ -19,7 +19,8 @@ PACKAGE = ROOT / "modelopt_lite"
 LAYERS = (
     ("__main__",),
     ("cli",),
-    ("cli_options", "plan_view"),
+    ("cli_audit",),
+    ("cli_options", "cli_show", "plan_view"),
     ("report_view",),
     ("api",),
     ("in_memory", "preview", "checking"),

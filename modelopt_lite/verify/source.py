@@ -181,13 +181,14 @@ def check_sidecars(folder: Path, source: Path) -> Iterator[Finding]:
             yield Finding(
                 "sidecar-missing", f"{copied}: does not exist, the source has it; copy it"
             )
-        elif copied.stat().st_size != original.stat().st_size or not _same_file(copied, original):
+        elif copied.stat().st_size != original.stat().st_size or not same_file(copied, original):
             yield Finding(
                 "sidecar-bytes", f"{copied}: differs from the source's file; copy it unchanged"
             )
 
 
-def _same_file(one: Path, other: Path) -> bool:
+def same_file(one: Path, other: Path) -> bool:
+    """Return whether two files have the same bytes, by reading both."""
     with one.open("rb") as a, other.open("rb") as b:
         while block := a.read(1 << 20):
             if block != b.read(1 << 20):

@@ -1,0 +1,49 @@
+"""What the commands share: how they print, and how torch is set up for them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_WIDE = 10_000  # columns: what goes to a file or another program is not wrapped
+
+
+def show(what: Any) -> None:
+    """Print for a person, to the width of the terminal; elsewhere unwrapped and not padded."""
+    console = Console()
+    if console.is_terminal:
+        console.print(what)
+        return
+    lines = Console(width=_WIDE, file=io.StringIO(), color_system=None)
+    lines.print(what)
+    for line in lines.file.getvalue().splitlines():  # type: ignore[attr-defined]
+        typer.echo(line.rstrip())
+
+
+def show_error(code: str, message: str) -> None:
+    """Print an error and its code on stderr."""
+    typer.secho(f"error [{code}]: {message}", err=True, fg=typer.colors.RED)
+
+
+def print_json(value: Any) -> None:
+    """Print JSON; what is of no JSON type as text."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def set_up_torch() -> None:
+    """Set what torch's libraries read from the environment as they are loaded.
+
+    Threads that wait for each other spin by default: where other processes want the processors, a
+    run of many small products then takes ten times as long.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
+    from modelopt_lite.offload.memory import bound_caches
+
+    bound_caches()
