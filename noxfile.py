@@ -96,6 +96,14 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """Read made-up hostile files for ten minutes a kind, and log it in docs/security.md."""
+    install(session, "-e", ".", *group("test"))
+    arguments = session.posargs or ("--write",)
+    session.run("python", "tests/fuzz/long.py", *arguments, env=PASSIVE)
+
+
+@nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
     """Quantize the bundled model to FP8 and NVFP4, audit both, and print what it cost."""
     install(session, ".")

@@ -247,7 +247,8 @@ class ExpertStorageSpec(SpecSection):
         parts = module.split(".")
         depth = self.container.count(".") + 1
         for at in range(len(parts) - 2, depth - 1, -1):
-            if parts[at].isdigit() and ".".join(parts[at - depth : at]) == self.container:
+            number = parts[at].isascii() and parts[at].isdigit() and len(parts[at]) < 10
+            if number and ".".join(parts[at - depth : at]) == self.container:
                 return int(parts[at]), ".".join(parts[:at])
         return None, None
 

@@ -16,6 +16,7 @@ import yaml
 
 from modelopt_lite.errors import OffloadConfigError, OffloadConfigFileError
 from modelopt_lite.offload.config import REMOVED_NAMES, OffloadConfig, check_names, nearest
+from modelopt_lite.yamls import load_yaml
 
 ENV_PREFIX = "FT_"
 # Budgets of a run share the prefix; `quantize_and_export` reads them.
@@ -170,7 +171,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise OffloadConfigFileError(f"there is no configuration file {path}")
     try:
         content = read(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, configparser.Error, ValueError) as error:
+    except (yaml.YAMLError, configparser.Error, ValueError, RecursionError) as error:
         raise OffloadConfigError(f"{path} cannot be read: {error}{_star_hint(error)}") from None
     if not isinstance(content, dict):
         raise OffloadConfigError(f"{path} holds a {type(content).__name__}, not names with values")
@@ -187,7 +188,7 @@ def _star_hint(error: Exception) -> str:
 
 
 def _read_yaml(text: str) -> Any:
-    content = yaml.load(text, Loader=_UniqueKeys)
+    content = load_yaml(text, _UniqueKeys)
     return {} if content is None else content
 
 

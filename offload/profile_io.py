@@ -197,7 +197,7 @@ def read_profile(directory: Path | str) -> Profile:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise OffloadError(f"there is no profile {path}; make one with save_profile()") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OffloadError(f"{path} cannot be read ({error}); profile again") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise OffloadError(f"{path} is no profile of an offloaded model")

@@ -48,7 +48,7 @@ LAYERS = (
     ("formats",),
     ("models",),
     ("progress", "report"),
-    ("errors", "words"),
+    ("errors", "words", "yamls"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 PARTS = {name for names in LAYERS for name in names}

@@ -6,11 +6,11 @@ of modules) and tells in numbers how their weights and inputs are kept.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from modelopt_lite.dialects.regexes import RegexError, matches
 from modelopt_lite.formats import fp8_block, inputs, mxfp4, nvfp4
 from modelopt_lite.formats.codecs import fp4, fp8, integer
 from modelopt_lite.formats.codecs.base import Codec
@@ -241,7 +241,10 @@ class Schemes:
 def names(entry: str, module: str) -> bool:
     """Return whether a target or an ignored entry names a module; regular expressions begin it."""
     if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), module) is not None
+        try:
+            return matches(entry.removeprefix("re:"), module)
+        except RegexError:  # the audit names it
+            return False
     return entry == module
 
 

@@ -166,8 +166,10 @@ def _preset(name: str) -> str:
 def _read(path: Path) -> Recipe:
     import yaml
 
+    from modelopt_lite.yamls import load_yaml
+
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError(f"cannot read the recipe {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.dialects.compressed_tensors import MIXED_FORMATS, STATUS
+from modelopt_lite.dialects.regexes import RegexError, matches
 from modelopt_lite.dialects.schemes import Schemes
 from modelopt_lite.verify.export import Export
 from modelopt_lite.verify.findings import Finding, shorten
@@ -51,6 +52,7 @@ def check_schemes(export: Export, stated: Schemes) -> Iterator[Finding]:
     Rules: ``config-groups``, ``format-unchecked``, ``excluded-but-packed``,
     ``unpacked-not-excluded``, ``kv-config``.
     """
+    yield from _check_entries(export, stated)
     unchecked: list[str] = []
     for module in export.packed():
         scheme = stated.scheme_of(module.name)
@@ -88,6 +90,20 @@ def check_schemes(export: Export, stated: Schemes) -> Iterator[Finding]:
             "it; readers then look for its codes, add it",
         )
     yield from _check_cache(export, stated)
+
+
+def _check_entries(export: Export, stated: Schemes) -> Iterator[Finding]:
+    """Rule ``exclude-entry``: regular expressions are such, in the list and in targets."""
+    for entry in (*stated.ignore, *(t for s in stated.schemes for t in s.targets)):
+        if entry.startswith("re:"):
+            try:
+                matches(entry.removeprefix("re:"), "")
+            except RegexError as error:
+                yield Finding(
+                    "exclude-entry",
+                    f"{export.folder / 'config.json'}: the expression {entry[:80]!r} {error}; "
+                    "correct it",
+                )
 
 
 def _check_cache(export: Export, stated: Schemes) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 
 from modelopt_lite.dialects.compressed_tensors import CompressedTensors
 from modelopt_lite.verify.config import tied
@@ -11,6 +12,7 @@ from modelopt_lite.verify.export import Export, Module, nested, scalar
 from modelopt_lite.verify.findings import Finding, shorten
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_SHOWN = 4
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # vLLM compares the input scales of gate and up of compressed-tensors' FP8 experts with it.
 _CLOSE = 1e-5
@@ -133,7 +135,9 @@ def _is_compressed(export: Export) -> bool:
 
 def check_experts(export: Export) -> Iterator[Finding]:
     """Rules: ``expert-missing``, ``expert-format``."""
-    pattern = re.compile(rf"(.*(?:^|\.){re.escape(export.storage.container)})\.(\d+)\.(.+)")
+    pattern = re.compile(
+        rf"(.*(?:^|\.){re.escape(export.storage.container)})\.([0-9]{{1,9}})\.(.+)"
+    )
     blocks: dict[str, dict[str, dict[int, Module]]] = {}
     for module in export.modules.values():
         if module.weight is not None and (match := pattern.fullmatch(module.name)):
@@ -142,15 +146,19 @@ def check_experts(export: Export) -> Iterator[Finding]:
     stated = _expert_count(export)
     for block, roles in blocks.items():
         present = {index for experts in roles.values() for index in experts}
-        wanted = set(range(max(max(present) + 1, stated)))
+        wanted = max(
+            max(present) + 1, stated
+        )  # a number of strangers: nothing of that size is made
         for role in export.storage.linear_names:
             roles.setdefault(role, {})
         for role, experts in roles.items():
-            if absent := sorted(wanted - set(experts)):
-                shown = shorten(f"{block}.{index}.{role}" for index in absent)
+            if absent := wanted - len(experts):
+                first = islice((i for i in range(wanted) if i not in experts), _SHOWN)
+                shown = ", ".join(repr(f"{block}.{index}.{role}") for index in first)
+                more = f" and {absent - _SHOWN} more" if absent > _SHOWN else ""
                 yield Finding(
                     "expert-missing",
-                    f"{export.folder}: {shown} of {len(wanted)} experts lacks its weight; engines "
+                    f"{export.folder}: {shown}{more} of {wanted} experts lacks its weight; engines "
                     "leave its memory uninitialized, export again",
                 )
         everyone = [m for experts in roles.values() for m in experts.values()]

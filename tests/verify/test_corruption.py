@@ -325,6 +325,7 @@ CASES = (
     # Which modules
     Case("fp8", "trailing dot", listed(lambda e: e.append("lm_head.")), "exclude-entry"),
     Case("fp8", "NUL", listed(lambda e: e.append("lm_head.\0x")), "exclude-entry"),
+    Case("ct_fp8", "no expression", flat(lambda c: c["ignore"].append("re:(")), "exclude-entry"),
     Case("fp8", "nothing", listed(lambda e: e.append("model.tower.*")), "exclude-unmatched"),
     Case("fp8", "part of a name", listed(lambda e: e.append("layers.1.mlp.gate")), "exclude-unmatched excluded-but-packed"),
     Case("fp8", "a single part", listed(lambda e: e.append("o_proj")), "exclude-unmatched excluded-but-packed"),

@@ -1,0 +1,100 @@
+"""Fuzz each target for some minutes, and write what came of it into docs/security.md.
+
+    python tests/fuzz/long.py [--seconds 600] [--only NAME] [--write]
+
+Ends with 1, and the input that did it, where a demand of tests/helpers/fuzzing.py is not met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+
+from fuzzing import TARGETS, demands  # noqa: E402  it lies beside the tests
+
+PAGE = ROOT / "docs" / "security.md"
+BEGIN, END = "<!-- fuzz: begin -->", "<!-- fuzz: end -->"
+_BATCH = 50
+
+
+def fuzz(name: str, seconds: float, folder: Path) -> int:
+    """Run a target on new inputs until the time is up; return how many there were."""
+    started, round_, count = time.monotonic(), 0, 0
+    while time.monotonic() - started < seconds:
+        round_ += 1
+
+        @seed(round_)
+        @settings(
+            max_examples=_BATCH,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink),
+        )
+        @given(st.data())
+        def once(data: st.DataObject) -> None:
+            nonlocal count
+            count += 1
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            with demands(folder):
+                TARGETS[name](data, folder)
+
+        once()
+    return count
+
+
+def table(counts: dict[str, tuple[int, float]]) -> str:
+    """What was run, for the page."""
+    lines = ["| target | what | inputs | minutes |", "| --- | --- | --- | --- |"]
+    for name, (count, seconds) in counts.items():
+        what = (TARGETS[name].__doc__ or "").splitlines()[0].rstrip(".")
+        lines.append(f"| `{name}` | {what} | {count:,} | {seconds / 60:.1f} |")
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    lines += ["", f"Last run {datetime.now(UTC):%Y-%m-%d}, {versions}: no demand was broken."]
+    return "\n".join(lines)
+
+
+def write(text: str) -> None:
+    """Replace what stands between the marks of the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    """Run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600, help="of each target")
+    parser.add_argument("--only", choices=TARGETS, help="this target alone")
+    parser.add_argument("--write", action="store_true", help="into docs/security.md")
+    given_ = parser.parse_args()
+    counts = {}
+    with tempfile.TemporaryDirectory() as base:
+        for name in [given_.only] if given_.only else TARGETS:
+            started = time.monotonic()
+            count = fuzz(name, given_.seconds, Path(base) / "given")
+            counts[name] = (count, time.monotonic() - started)
+            print(f"{name}: {count:,} inputs", flush=True)
+    text = table(counts)
+    print(text)
+    if given_.write:
+        write(text)
+
+
+if __name__ == "__main__":
+    main()
