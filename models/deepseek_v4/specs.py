@@ -20,10 +20,11 @@ SPEC = register(
         ptq_spec=PTQSpec(
             layer_names=("DeepseekV4DecoderLayer",),
             router_names=("gate",),
-            # Engines keep the compressors and the indexer's weights_proj as they are (vLLM,
-            # deepseek_v4.py).
+            # Left as they are out of caution: whether engines quantize compressors and indexer
+            # was not checked.
             skip_modules=(
                 "*.compressor.*",
+                "*.indexer.wk",
                 "*.indexer.weights_proj",
                 "*.scorer.weights_proj",
                 "*hc_*",
