@@ -15,6 +15,7 @@ from modelopt_lite.models.specs import (
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.24.0.
 # Names on disk: files written by save_pretrained of the same release.
 # DiffusionGemmaDecoderTextLayer: the name in earlier releases.
+# No norm_feeds: encoder and decoder share their weights, and folds could not be proven.
 SPEC = register(
     ModelSpec(
         model_type="diffusion_gemma",
@@ -30,11 +31,6 @@ SPEC = register(
             router_names=("self_attn", "router"),
             skip_modules=("*decoder*", "*encoder*"),
             fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
-            norm_feeds=(
-                ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-                ("pre_feedforward_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
-                ("pre_feedforward_layernorm_2", ("experts",)),
-            ),
         ),
         expert_storage_spec=ExpertStorageSpec(
             linear_names=("gate_proj", "up_proj", "down_proj"),

@@ -7,6 +7,8 @@ from modelopt_lite.models.specs import ModelSpec, NamingSpec, PTQSpec
 
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
 # 5.24.0. Names on disk: files written by save_pretrained of the same releases.
+# post_attention_layernorm comes before the MLP in layers of one kind and after attention in the
+# other: it is left out.
 SPEC = register(
     ModelSpec(
         model_type="olmo_hybrid",
@@ -41,8 +43,6 @@ SPEC = register(
                         "linear_attn.g_proj",
                     ),
                 ),
-                ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
-                ("feedforward_layer_norm", ("mlp.gate_proj", "mlp.up_proj")),
             ),
             # Loaded as bfloat16, these stay float32.
             keep_dtype_names=("A_log",),
