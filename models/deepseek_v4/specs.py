@@ -20,9 +20,12 @@ SPEC = register(
         ptq_spec=PTQSpec(
             layer_names=("DeepseekV4DecoderLayer",),
             router_names=("gate",),
-            # Left as they are out of caution: whether engines quantize compressors and indexer
-            # was not checked.
+            # o_a_proj (wo_a) multiplies by groups and not as a linear layer. The others are left
+            # as they are out of caution: whether engines quantize compressors and indexer was not
+            # checked.
             skip_modules=(
+                "*.o_a_proj",
+                "*.wo_a",
                 "*.compressor.*",
                 "*.indexer.wk",
                 "*.indexer.weights_proj",
@@ -144,10 +147,8 @@ SPEC = register(
                 "q_a_proj",
                 "q_b_proj",
                 "kv_proj",
-                "o_a_proj",
                 "o_b_proj",
                 "wkv",
-                "wo_a",
                 "wo_b",
                 "wq_a",
                 "wq_b",
