@@ -56,6 +56,22 @@ def tests_latest(session: nox.Session) -> None:
     session.run("pytest", *session.posargs, env=PASSIVE)
 
 
+# Releases that differ in how they hold models; each row of the matrix builds an environment.
+RELEASES = (tf_min, "5.0", "5.3", "5.6", "5.7", "5.10", "5.14", "5.18", "5.20", "latest")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+
+
+@nox.session(default=False, python=PYTHONS)
+@nox.parametrize("release", RELEASES, ids=RELEASES)
+def tests_transformers(session: nox.Session, release: str) -> None:
+    """Export a small model of every type with one release of transformers, audit included."""
+    session.install(TORCH)
+    session.install("-e", ".", *([] if release == "latest" else [f"transformers=={release}.*"]))
+    if release == "latest":
+        session.install("--upgrade", "transformers")
+    session.run("python", "benchmarks/export_all.py", *session.posargs, env=PASSIVE)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format with ruff."""

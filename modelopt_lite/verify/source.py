@@ -48,9 +48,12 @@ def find_origins(export: Export, source: Source) -> dict[str, Origin]:
 
 def _stacked_parts(export: Export, name: str, info: TensorInfo) -> Iterator[tuple[str, Origin]]:
     """Yield each module that a stacked tensor of the source is taken apart into."""
-    container, _, leaf = name.removesuffix(".weight").rpartition(".")
+    parent, _, leaf = name.removesuffix(".weight").rpartition(".")
     storage = export.storage
+    container = storage.container_above(parent)
     if len(info.shape) != 3 or leaf not in storage.stacked_names or not storage.linear_names:
+        return
+    if container is None:
         return
     roles = storage.roles(leaf)
     for expert in range(info.shape[0]):

@@ -29,7 +29,7 @@ SPEC = register(
         ep_spec=EPSpec(requires_transformers="5.13"),
         ptq_spec=PTQSpec(
             layer_names=("AfmoeDecoderLayer",),
-            router_names=("router.gate",),
+            router_names=("router",),
             fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
             norm_feeds=(
                 (

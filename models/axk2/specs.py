@@ -19,7 +19,12 @@ SPEC = register(
         ep_spec=None,
         ptq_spec={
             "layer_names": ("AXK2DecoderLayer",),
-            "skip_modules": ("*.indexer.weights_proj", "*norm.W_down", "*norm.W_up"),
+            "skip_modules": (
+                "*.indexer.wk",
+                "*.indexer.weights_proj",
+                "*norm.W_down",
+                "*norm.W_up",
+            ),
             "norm_feeds": (("self_attn.kv_a_layernorm", ("self_attn.kv_b_proj",)),),
         },
     )

@@ -1,1 +1,1 @@
-"""Facts about Ling 2.5 (Bailing hybrid)."""
+"""Facts about Bailing hybrid."""

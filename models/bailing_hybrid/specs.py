@@ -1,4 +1,4 @@
-"""Ling 2.5 (Bailing hybrid): linear and latent attention, routed and shared experts."""
+"""Bailing hybrid: linear and latent attention, routed and shared experts."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ SPEC = register(
         ptq_spec=PTQSpec(
             layer_names=("DeepseekV32DecoderLayer",),
             router_names=("gate",),
-            # Engines keep the indexer's weights_proj as it is (vLLM, deepseek_v2.py).
-            # The others are what only the extra prediction layer has (vLLM, deepseek_mtp.py).
-            skip_modules=("*.indexer.weights_proj", "*.eh_proj", "*.shared_head.*"),
+            # vLLM joins wk and weights_proj of the indexer in bfloat16 (deepseek_v2.py).
+            # The others as in deepseek_v3.
+            skip_modules=("*.indexer.wk", "*.indexer.weights_proj", "*.eh_proj", "*.shared_head.*"),
             fused_linears=(("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa")),
             norm_feeds=(
                 (
@@ -71,8 +71,6 @@ SPEC = register(
                 "kv_a_proj_with_mqa",
                 "kv_b_proj",
                 "o_proj",
-                "weights_proj",
-                "wk",
                 "wq_b",
                 "gate_proj",
                 "up_proj",

@@ -20,10 +20,14 @@ SPEC = register(
         ptq_spec=PTQSpec(
             layer_names=("DeepseekV4DecoderLayer",),
             router_names=("gate",),
-            # Engines keep the compressors and the indexer's weights_proj as they are (vLLM,
-            # deepseek_v4.py).
+            # o_a_proj (wo_a) multiplies by groups and not as a linear layer. The others are left
+            # as they are out of caution: whether engines quantize compressors and indexer was not
+            # checked.
             skip_modules=(
+                "*.o_a_proj",
+                "*.wo_a",
                 "*.compressor.*",
+                "*.indexer.wk",
                 "*.indexer.weights_proj",
                 "*.scorer.weights_proj",
                 "*hc_*",
@@ -143,10 +147,8 @@ SPEC = register(
                 "q_a_proj",
                 "q_b_proj",
                 "kv_proj",
-                "o_a_proj",
                 "o_b_proj",
                 "wkv",
-                "wo_a",
                 "wo_b",
                 "wq_a",
                 "wq_b",

@@ -19,8 +19,9 @@ SPEC = register(
         ptq_spec=PTQSpec(
             layer_names=("Glm5NextTextDecoderLayer",),
             router_names=("gate",),
-            # Engines keep the indexer's weights_proj as it is (vLLM, deepseek_v2.py).
+            # vLLM joins wk and weights_proj of the indexer in bfloat16 (deepseek_v2.py).
             skip_modules=(
+                "*.indexer.wk",
                 "*.indexer.weights_proj",
                 "*.hc_*",
                 "*_conv1d",
@@ -78,7 +79,6 @@ SPEC = register(
                 "f_b_proj",
                 "g_a_proj",
                 "g_b_proj",
-                "wk",
                 "wq_b",
                 "gate_proj",
                 "up_proj",

@@ -16,7 +16,7 @@ from modelopt_lite.models.specs import (
 # 5.24.0. Names on disk: files written by save_pretrained of the same releases.
 # Expert parallelism: first release whose config class carries a plan (5.21.0).
 # On disk the stacked experts lie in the block itself. vLLM splits them into experts.N.w1, w3 and w2
-# when it loads them (granitemoe.py), so that is how single experts are called.
+# when it loads them (read: granitemoe.py), so that is how single experts are called.
 SPEC = register(
     ModelSpec(
         model_type="granitemoehybrid",

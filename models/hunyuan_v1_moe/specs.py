@@ -28,7 +28,7 @@ SPEC = register(
         ep_spec=EPSpec(requires_transformers="5.13"),
         ptq_spec=PTQSpec(
             layer_names=("HunYuanMoEV1DecoderLayer",),
-            router_names=("gate.wg",),
+            router_names=("gate",),
             fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
             norm_feeds=(
                 ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),

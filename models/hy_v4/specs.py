@@ -19,8 +19,8 @@ SPEC = register(
         ptq_spec=PTQSpec(
             layer_names=("HYV4DecoderLayer",),
             router_names=("gate",),
-            # Engines keep the indexer's weights_proj as it is (vLLM, deepseek_v2.py).
-            skip_modules=("*.indexer.weights_proj", "*.hc_fn"),
+            # vLLM joins wk and weights_proj of the indexer in bfloat16 (deepseek_v2.py).
+            skip_modules=("*.indexer.wk", "*.indexer.weights_proj", "*.hc_fn"),
             fused_linears=(("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa")),
             norm_feeds=(
                 (
@@ -76,7 +76,6 @@ SPEC = register(
                 "kv_b_proj",
                 "o_proj",
                 "linear_gate",
-                "wk",
                 "wq_b",
                 "up_proj",
                 "down_proj",

@@ -1,0 +1,18 @@
+"""Arcee (AFM): squared ReLU, an MLP without a gate."""
+
+from __future__ import annotations
+
+from modelopt_lite.models.nemotron.specs import SPEC as NEMOTRON
+from modelopt_lite.models.registry import register
+from modelopt_lite.models.variants import variant
+
+# Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
+# 5.24.0. Names on disk: files written by save_pretrained of the same releases.
+SPEC = register(
+    variant(
+        NEMOTRON,
+        "arcee",
+        export_spec=None,
+        ptq_spec={"layer_names": ("ArceeDecoderLayer",)},
+    )
+)

@@ -1,0 +1,1 @@
+"""Facts about Aria with its vision tower."""

@@ -1,0 +1,1 @@
+"""Facts about Ling and Ring 1 (Bailing MoE)."""

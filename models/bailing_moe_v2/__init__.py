@@ -1,0 +1,1 @@
+"""Facts about Ling and Ring 2 (Bailing MoE V2)."""

@@ -1,0 +1,1 @@
+"""Facts about Cohere Command R."""

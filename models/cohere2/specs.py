@@ -1,0 +1,17 @@
+"""Cohere Command R7B and A: Cohere with sliding windows."""
+
+from __future__ import annotations
+
+from modelopt_lite.models.cohere.specs import SPEC as COHERE
+from modelopt_lite.models.registry import register
+from modelopt_lite.models.variants import variant
+
+# Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
+# 5.24.0. Names on disk: files written by save_pretrained of the same releases.
+SPEC = register(
+    variant(
+        COHERE,
+        "cohere2",
+        ptq_spec={"layer_names": ("Cohere2DecoderLayer",)},
+    )
+)

@@ -1,0 +1,1 @@
+"""Facts about dots3 note with its vision and audio towers."""

@@ -1,0 +1,1 @@
+"""Facts about ERNIE 4.5 VL."""

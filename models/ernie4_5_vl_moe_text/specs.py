@@ -1,0 +1,22 @@
+"""ERNIE 4.5 VL, text layers only."""
+
+from __future__ import annotations
+
+from modelopt_lite.models.ernie4_5_vl_moe.specs import SPEC as ERNIE4_5_VL_MOE
+from modelopt_lite.models.registry import register
+from modelopt_lite.models.specs import EPSpec
+from modelopt_lite.models.variants import variant
+
+# The text model alone: layers and classes are those of the root type. transformers has no class
+# that predicts text from it, so that its files have no output head and, mostly, no prefix:
+# planning needs the model.
+SPEC = register(
+    variant(
+        ERNIE4_5_VL_MOE,
+        "ernie4_5_vl_moe_text",
+        min_transformers_version="5.6",
+        ep_spec=EPSpec(requires_transformers="5.13"),
+        ptq_spec={"skip_modules": ()},
+        naming_spec=None,
+    )
+)

@@ -1,0 +1,1 @@
+"""Facts about Gemma 4 unified."""

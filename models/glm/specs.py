@@ -1,0 +1,17 @@
+"""GLM-4 (2024): gate and up in one matrix."""
+
+from __future__ import annotations
+
+from modelopt_lite.models.glm4.specs import SPEC as GLM4
+from modelopt_lite.models.registry import register
+from modelopt_lite.models.variants import variant
+
+# Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
+# 5.24.0. Names on disk: files written by save_pretrained of the same releases.
+SPEC = register(
+    variant(
+        GLM4,
+        "glm",
+        ptq_spec={"layer_names": ("GlmDecoderLayer",)},
+    )
+)

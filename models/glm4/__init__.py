@@ -1,0 +1,1 @@
+"""Facts about GLM-4 (0414)."""

@@ -1,0 +1,1 @@
+"""Facts about GLM-5-Next with its vision tower.."""

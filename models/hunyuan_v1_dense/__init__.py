@@ -1,0 +1,1 @@
+"""Facts about Hunyuan V1 (dense)."""

@@ -1,0 +1,1 @@
+"""Facts about HY4-VL."""

@@ -1,0 +1,1 @@
+"""Facts about Inkling 2 with its towers."""

@@ -1,0 +1,1 @@
+"""Facts about Inkling 2 Loop with its towers.."""

@@ -1,0 +1,1 @@
+"""Facts about Inkling with its vision and audio towers.."""

@@ -1,0 +1,1 @@
+"""Facts about Jais 2."""

@@ -1,0 +1,1 @@
+"""Facts about Kimi K2.5."""

@@ -1,0 +1,1 @@
+"""Facts about Llama 4 with its vision tower."""

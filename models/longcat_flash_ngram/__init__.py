@@ -1,0 +1,1 @@
+"""Facts about LongCat-Flash with n-gram embeddings beside those of tokens."""

@@ -1,0 +1,1 @@
+"""Facts about MiniMax-M3 with its vision tower."""

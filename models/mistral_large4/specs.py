@@ -1,0 +1,111 @@
+"""Mistral Large 4: latent attention, experts w1, w3 and w2, behind a vision tower."""
+
+from __future__ import annotations
+
+from modelopt_lite.models.registry import register
+from modelopt_lite.models.specs import (
+    EPSpec,
+    ExpertStorageSpec,
+    ModelSpec,
+    MoESpec,
+    NamingSpec,
+    PTQSpec,
+)
+
+# Classes, module names, norms and who reads them: measured on built models, transformers 5.24.0.
+# Names on disk: files written by save_pretrained of the same release.
+# input_layernorm is left out: a fold into it changed the output.
+SPEC = register(
+    ModelSpec(
+        model_type="mistral_large4",
+        min_transformers_version="5.22",
+        moe_spec=MoESpec(
+            block_names=("MistralLarge4TextMoE",),
+            expert_linear_names=("w1", "w2", "w3"),
+            gate_up_pair=("w1", "w3"),
+        ),
+        ep_spec=EPSpec(plan_config_attr="text_config"),
+        ptq_spec=PTQSpec(
+            layer_names=("MistralLarge4TextDecoderLayer",),
+            router_names=("gate",),
+            skip_modules=(
+                "*multi_modal_projector*",
+                "*vision_tower*",
+                "*patch_merger*",
+                "*vision_encoder*",
+                "*vision_language_adapter*",
+            ),
+            fused_linears=(("gate_proj", "up_proj"), ("w1", "w3")),
+            norm_feeds=(
+                ("self_attn.kv_a_layernorm", ("self_attn.kv_b_proj", "attention.wkv_b")),
+                ("attention.kv_a_norm", ("self_attn.kv_b_proj", "attention.wkv_b")),
+                (
+                    "self_attn.indexer.q_input_norm",
+                    ("self_attn.indexer.wq_b", "attention.indexer.wq_b"),
+                ),
+                (
+                    "attention.indexer.q_input_norm",
+                    ("self_attn.indexer.wq_b", "attention.indexer.wq_b"),
+                ),
+                (
+                    "post_attention_layernorm",
+                    (
+                        "mlp.gate_proj",
+                        "feed_forward.w1",
+                        "mlp.up_proj",
+                        "feed_forward.w3",
+                        "mlp.gate",
+                        "gate",
+                        "mlp.experts",
+                        "experts",
+                        "mlp.shared_experts.gate_proj",
+                        "shared_experts.w1",
+                        "mlp.shared_experts.up_proj",
+                        "shared_experts.w3",
+                    ),
+                ),
+                (
+                    "ffn_norm",
+                    (
+                        "mlp.gate_proj",
+                        "feed_forward.w1",
+                        "mlp.up_proj",
+                        "feed_forward.w3",
+                        "mlp.gate",
+                        "gate",
+                        "mlp.experts",
+                        "experts",
+                        "mlp.shared_experts.gate_proj",
+                        "shared_experts.w1",
+                        "mlp.shared_experts.up_proj",
+                        "shared_experts.w3",
+                    ),
+                ),
+            ),
+            # Loaded as bfloat16, these stay float32.
+            keep_dtype_names=("alpha",),
+        ),
+        expert_storage_spec=ExpertStorageSpec(
+            linear_names=("w1", "w3", "w2"),
+            stacked_names=("gate_up_proj", "down_proj"),
+            shared_expert_names=("shared_experts",),
+        ),
+        naming_spec=NamingSpec(
+            layer_linear_names=(
+                "weights_proj",
+                "wk",
+                "wkv_a_with_mqa",
+                "wkv_b",
+                "wo",
+                "wq",
+                "wq_b",
+                "w1",
+                "w3",
+                "w2",
+            ),
+            layer_lists=("layers",),
+            embedding_names=("tok_embeddings",),
+            head_names=("lm_head", "output"),
+        ),
+    )
+)

@@ -1,0 +1,24 @@
+"""NLLB-MoE: an encoder-decoder for translation with experts of two linears."""
+
+from __future__ import annotations
+
+from modelopt_lite.models.registry import register
+from modelopt_lite.models.specs import EPSpec, ExpertStorageSpec, ModelSpec, MoESpec, PTQSpec
+
+# Classes and names of experts: built models, transformers 4.57.6 to 5.24.0. An encoder-decoder:
+# every run is refused when the model is built. Experts are called expert_0, expert_1, ... and not
+# by number.
+SPEC = register(
+    ModelSpec(
+        model_type="nllb-moe",
+        min_transformers_version="4.57",
+        moe_spec=MoESpec(block_names=("NllbMoeSparseMLP",), expert_linear_names=("fc1", "fc2")),
+        ep_spec=EPSpec(
+            unsupported="an encoder-decoder, which only generates: it cannot be calibrated"
+        ),
+        ptq_spec=PTQSpec(
+            layer_names=("NllbMoeEncoderLayer", "NllbMoeDecoderLayer"), router_names=("router",)
+        ),
+        expert_storage_spec=ExpertStorageSpec(linear_names=("fc1", "fc2")),
+    )
+)

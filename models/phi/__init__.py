@@ -1,0 +1,1 @@
+"""Facts about Phi 1 and 2."""

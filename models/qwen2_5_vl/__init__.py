@@ -1,0 +1,1 @@
+"""Facts about Qwen2.5-VL."""

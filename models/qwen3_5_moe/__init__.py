@@ -1,0 +1,1 @@
+"""Facts about Qwen3.5-MoE with its vision tower."""

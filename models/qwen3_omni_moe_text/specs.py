@@ -1,0 +1,21 @@
+"""Qwen3-Omni's thinker, text only."""
+
+from __future__ import annotations
+
+from modelopt_lite.models.qwen3_omni_moe_thinker.specs import SPEC as QWEN3_OMNI_MOE_THINKER
+from modelopt_lite.models.registry import register
+from modelopt_lite.models.specs import EPSpec
+from modelopt_lite.models.variants import variant
+
+# The text model alone: layers and classes are those of the root type. transformers has no class
+# that predicts text from it, so that its files have no output head and, mostly, no prefix:
+# planning needs the model.
+SPEC = register(
+    variant(
+        QWEN3_OMNI_MOE_THINKER,
+        "qwen3_omni_moe_text",
+        ep_spec=EPSpec(requires_transformers="5.21"),
+        ptq_spec={"skip_modules": ()},
+        naming_spec=None,
+    )
+)

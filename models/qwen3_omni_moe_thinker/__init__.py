@@ -1,0 +1,1 @@
+"""Facts about Qwen3-Omni's thinker."""

@@ -1,0 +1,1 @@
+"""Facts about Qwen4 (experimental) with its vision tower.."""

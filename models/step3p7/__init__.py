@@ -1,0 +1,1 @@
+"""Facts about Step 3.7 with its vision tower."""

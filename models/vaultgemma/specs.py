@@ -1,0 +1,18 @@
+"""VaultGemma: norms that scale by weight + 1."""
+
+from __future__ import annotations
+
+from modelopt_lite.models.gemma2.specs import SPEC as GEMMA2
+from modelopt_lite.models.registry import register
+from modelopt_lite.models.variants import variant
+
+# Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
+# 5.24.0. Names on disk: files written by save_pretrained of the same releases.
+SPEC = register(
+    variant(
+        GEMMA2,
+        "vaultgemma",
+        export_spec={"weight_plus_one_norm_names": ("VaultGemmaRMSNorm",)},
+        ptq_spec={"layer_names": ("VaultGemmaDecoderLayer",)},
+    )
+)
