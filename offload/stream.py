@@ -146,6 +146,13 @@ class StreamedModel:
             self._leave(name)
         return results
 
+    @property
+    def current(self) -> int:
+        """The position of the pass that is running; see `Lockstep.current`."""
+        if self._lockstep is None:
+            raise InternalError("no pass is running")
+        return self._lockstep.current
+
     def run_resident(self, passes: Sequence[Callable[[], Any]]) -> list[Any]:
         """Bring all units in, run the passes one after another, and let all units go."""
         for name in self._units:

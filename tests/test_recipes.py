@@ -144,7 +144,7 @@ def test_no_such_kv_cache(kv_cache: str) -> None:
     [
         (
             "weight: fp8",
-            "unknown key 'weight'; did you mean 'weights'.; known: algorithm, description, ",
+            "unknown key 'weight'; did you mean 'weights'.; known: algorithm, auto_quantize, ",
         ),
         ("1: fp8", "unknown key 1"),
         ("include: []", 'weights must name a format, or be "none", got None'),

@@ -23,6 +23,7 @@ LAYERS = (
     ("report_view",),
     ("api",),
     ("in_memory", "preview"),
+    ("auto",),
     ("request",),
     ("run", "evaluate"),
     ("pipeline", "data_free"),
