@@ -85,19 +85,25 @@ class Shelf:
 
     def take(self, kept: Kept) -> Tensor:
         """Return a tensor that was put, where it came from; it is no longer kept."""
-        value = kept.value
-        if value is not None:
+        value = self.look(kept).to(kept.device)
+        if kept.value is not None:
             self._in_memory -= kept.nbytes
             kept.value = None
-            return value.to(kept.device)
+        else:
+            self._holes.setdefault(kept.nbytes, []).append(kept.at)
+            self._on_disk -= kept.nbytes
+        return value
+
+    def look(self, kept: Kept) -> Tensor:
+        """Return the values of a tensor that stays kept, on the host; not to be written."""
+        if kept.value is not None:
+            return kept.value
         value = torch.empty(kept.shape, dtype=kept.dtype)
         if kept.nbytes:
             data, done = byte_view(value), 0
             while done < len(data):
                 done += os.preadv(self._fd or 0, [data[done : done + (1 << 30)]], kept.at + done)
-        self._holes.setdefault(kept.nbytes, []).append(kept.at)
-        self._on_disk -= kept.nbytes
-        return value.to(kept.device)
+        return value
 
     def _write(self, kept: Kept, value: Tensor) -> None:
         holes = self._holes.get(kept.nbytes)

@@ -30,6 +30,7 @@ class Call:
     Attributes:
         layer: The layer's name.
         index: The pass.
+        number: How many calls the pass had made before.
         values: What entered, flat; a `Kept` where it was put away.
         structure: How ``values`` were arranged.
         origins: Position in ``values`` -> what made it: the output of a call, or a tensor of the
@@ -39,10 +40,15 @@ class Call:
 
     layer: str
     index: int
+    number: int
     values: list[Any]
     structure: TreeSpec
     origins: dict[int, tuple[Call, int] | Tensor] = field(default_factory=dict)
     gradients: dict[int, Kept] = field(default_factory=dict)
+
+
+class ReachedError(Exception):
+    """A pass has come to where it shall end."""
 
 
 class Tape:
@@ -50,19 +56,32 @@ class Tape:
 
     Args:
         shelf: Where inputs and gradients are put away.
+        ends: Pass -> how many calls of layers it may make; the next one raises `ReachedError`.
+            None: any number.
 
     Attributes:
         visits: The calls, by visits to layers: a visit is begun with `begin`.
     """
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: Shelf, ends: Mapping[int, int] | None = None) -> None:
         self._shelf = shelf
+        self._ends = ends
+        self._made: dict[int, int] = {}
         self._anchor = torch.zeros((), requires_grad=True)
         self.visits: list[list[Call]] = []
 
     def begin(self) -> None:
         """Begin a visit to a layer."""
         self.visits.append([])
+
+    def has_ended(self, index: int) -> bool:
+        """Whether a pass may make no more calls."""
+        return self._ends is not None and self._made.get(index, 0) >= self._ends.get(index, 0)
+
+    def gradients(self, call: Call) -> Iterator[tuple[int, Tensor]]:
+        """Yield the outputs of a call that have gradients so far, and these, on the host."""
+        for at, kept in call.gradients.items():
+            yield at, self._shelf.look(kept)
 
     @contextmanager
     def around(self, layers: Mapping[str, nn.Module], current: Callable[[], int]) -> Iterator[None]:
@@ -116,7 +135,7 @@ class Tape:
             if isinstance(origin, Tensor):
                 torch.autograd.backward([origin], [gradient], retain_graph=True)
             else:
-                self._add(*origin, gradient)
+                self.add(*origin, gradient)
         call.values, call.origins, call.gradients = [], {}, {}
 
     def _noted(
@@ -124,6 +143,8 @@ class Tape:
     ) -> Callable[..., Any]:
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if self.has_ended(current()):
+                raise ReachedError
             call = self._record(name, current(), args, kwargs)
             with torch.no_grad():
                 output = forward(*args, **kwargs)
@@ -133,7 +154,8 @@ class Tape:
 
     def _record(self, name: str, index: int, args: Any, kwargs: Any) -> Call:
         values, structure = tree_flatten((args, kwargs))
-        call = Call(name, index, values, structure)
+        number = self._made[index] = self._made.get(index, 0) + 1
+        call = Call(name, index, number - 1, values, structure)
         first = min((at for at, v in enumerate(values) if isinstance(v, Tensor)), default=None)
         for at in _floating(values):
             value = values[at]
@@ -150,12 +172,13 @@ class Tape:
         """Return what a call returned, each tensor as an output of `_Boundary`."""
         values, structure = tree_flatten(output)
         places = sorted(_floating(values))
-        bound = _Boundary.apply(call, self._add, places, self._anchor, *(values[p] for p in places))
+        bound = _Boundary.apply(call, self.add, places, self._anchor, *(values[p] for p in places))
         for place, value in zip(places, bound, strict=True):
             values[place] = value
         return tree_unflatten(values, structure)
 
-    def _add(self, call: Call, at: int, gradient: Tensor) -> None:
+    def add(self, call: Call, at: int, gradient: Tensor) -> None:
+        """Add to the gradient of an output of a call."""
         before = call.gradients.get(at)
         total = gradient if before is None else self._shelf.take(before) + gradient
         call.gradients[at] = self._shelf.put(total)

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from modelopt_lite.auto.outlook import SearchSchedule
+from modelopt_lite.auto.resume import SearchLog, Sums
 from modelopt_lite.auto.rounded import Part, input_scales, layer_parts
 from modelopt_lite.auto.space import Scores, Space
 from modelopt_lite.calibrate.model_code import model_code
@@ -33,7 +35,7 @@ from modelopt_lite.offload.prefetch import Prefetcher
 from modelopt_lite.offload.shelf import Shelf
 from modelopt_lite.offload.store import Loaded
 from modelopt_lite.offload.stream import StreamedModel
-from modelopt_lite.offload.tape import Call, Tape
+from modelopt_lite.offload.tape import Call, ReachedError, Tape
 from modelopt_lite.offload.waiting import Waiting
 from modelopt_lite.progress import Progress
 
@@ -48,6 +50,7 @@ def gradient_scores(
     schedule: SearchSchedule,
     scratch: Path,
     progress: Progress,
+    log: SearchLog | None = None,
 ) -> Scores:
     """Return the score of every format of every group.
 
@@ -60,6 +63,7 @@ def gradient_scores(
         schedule: What is in memory when.
         scratch: Folder of what is put away on disk.
         progress: Told how far it is.
+        log: Where each layer that is done is noted, and was by an earlier search.
 
     Raises:
         CalibrationError: A group saw no token.
@@ -78,20 +82,26 @@ def gradient_scores(
         if schedule.waiting is not None:
             waiting = stack.enter_context(Waiting(schedule.waiting, scratch, schedule.scratch))
         shelf = stack.enter_context(Shelf(schedule.kept, scratch, schedule.scratch))
-        tape = Tape(shelf)
-        seen = _forward(job, space, batches, tape, schedule, waiting, tell)
-        scorer = _Scorer(space, seen)
+        tape = Tape(shelf, log.left if log is not None else None)
+        finished = log.done if log is not None else []
+        seen = _forward(job, space, batches, tape, finished, schedule, waiting, tell)
+        scorer = _Scorer(space, seen, log.sums() if log is not None else {})
+        if log is not None:
+            log.restore(tape)
         store = job.store()
         order = [layers[calls[0].layer] for calls in reversed(tape.visits)]
         budget = schedule.units if schedule.units is not None else job.unit_bytes()[1]
         ahead = stack.enter_context(Prefetcher(store, order, budget=budget))
-        for calls in reversed(tape.visits):
+        while tape.visits:
+            calls = tape.visits.pop()
             loaded = ahead.take(layers[calls[0].layer])
             store.attach(loaded)
             scorer.visit(job, loaded, tape, calls)
             store.detach(loaded.unit)
             ahead.done(loaded)
             release_freed()
+            if log is not None:
+                log.add(loaded.unit.name, tape, tape.visits, scorer.sums)
             tell(f"backward {loaded.unit.name}")
     return scorer.scores()
 
@@ -101,6 +111,7 @@ def _forward(
     space: Space,
     batches: Sequence[Tensor],
     tape: Tape,
+    finished: Sequence[str],
     schedule: SearchSchedule,
     waiting: Waiting | None,
     tell: Callable[[str], None],
@@ -121,9 +132,10 @@ def _forward(
         tell(f"forward {loaded.unit.name}")
 
     def forward(ids_BT: Tensor) -> None:
-        with watch, model_code(model), torch.enable_grad():
-            logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
-        torch.autograd.backward([logits_BTV], [loss_gradient(logits_BTV, ids_BT)])
+        with watch, torch.enable_grad():
+            logits_BTV = _logits(model, ids_BT)
+        if logits_BTV is not None:
+            torch.autograd.backward([logits_BTV], [loss_gradient(logits_BTV, ids_BT)])
 
     streamed = StreamedModel(
         model,
@@ -132,11 +144,23 @@ def _forward(
         budget=schedule.units,
         entered=entered,
         leaving=leaving,
+        finished=finished,
     )
     layers = {u.name: model.get_submodule(u.name) for u in job.plan.units if u.is_layer}
     with torch.no_grad(), streamed, tape.around(layers, lambda: streamed.current):
-        streamed.run_together([partial(forward, ids) for ids in batches], waiting=waiting)
+        passes = [partial(forward, ids) for ids in batches]
+        streamed.run_together(passes, waiting=waiting, ended=tape.has_ended)
     return seen
+
+
+def _logits(model: Any, ids_BT: Tensor) -> Tensor | None:
+    """Run a pass; None where it ended before the head."""
+    with model_code(model):
+        try:
+            logits_BTV: Tensor = model(input_ids=ids_BT, use_cache=False).logits
+        except ReachedError:
+            return None
+    return logits_BTV
 
 
 def loss_gradient(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
@@ -156,12 +180,18 @@ def loss_gradient(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
 
 
 class _Scorer:
-    """Goes back through layers, and adds up scores on the way."""
+    """Goes back through layers, and adds up scores on the way.
 
-    def __init__(self, space: Space, seen: InputStats) -> None:
+    Args:
+        space: What is searched.
+        seen: What entered the matrices.
+        sums: The scores so far, which are added to.
+    """
+
+    def __init__(self, space: Space, seen: InputStats, sums: Sums) -> None:
         self._space = space
         self._seen = seen
-        self._sums: dict[tuple[str, str], Tensor] = {}
+        self.sums = sums
 
     def visit(self, job: Job, loaded: Loaded, tape: Tape, calls: Iterable[Call]) -> None:
         """Run the calls of a layer again, and score its matrices."""
@@ -187,7 +217,7 @@ class _Scorer:
         found: Scores = {}
         for group in self._space.groups:
             found[group.name] = {
-                fmt: float(self._sums[group.name, fmt]) if (group.name, fmt) in self._sums else 0.0
+                fmt: float(self.sums[group.name, fmt]) if (group.name, fmt) in self.sums else 0.0
                 for fmt in group.bytes
                 if fmt in self._space.plans
             }
@@ -233,5 +263,5 @@ class _Scorer:
             for fmt, rows, difference_NR in part.differences(x_NK):
                 product_NR = difference_NR.mul_(g_NR[:, rows])
                 own = torch.linalg.vector_norm(product_NR, dtype=torch.float64) ** 2
-                before = self._sums.get((part.group, fmt))
-                self._sums[part.group, fmt] = own if before is None else before + own
+                before = self.sums.get((part.group, fmt))
+                self.sums[part.group, fmt] = own if before is None else before + own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from modelopt_lite.auto.outlook import (
     make_search_schedule,
     predict_search,
 )
+from modelopt_lite.auto.resume import SearchLog
 from modelopt_lite.auto.space import Group, Scores, Space
 from modelopt_lite.budgets import SIZES, read_budgets
 from modelopt_lite.build import eager_experts
@@ -32,7 +34,7 @@ from modelopt_lite.job import (
 )
 from modelopt_lite.offload.memory import bound_caches
 from modelopt_lite.predict import Batch, planned_batches
-from modelopt_lite.progress import Outlook, make_progress
+from modelopt_lite.progress import Outlook, Progress, make_progress
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.recipes.auto import AutoQuantize
 from modelopt_lite.recipes.written import write_recipe
@@ -40,7 +42,6 @@ from modelopt_lite.request import Options
 
 _LOGITS = 1 << 26  # elements of a batch
 _VERSION = 1
-_SCORING = {"gradient": gradient_scores, "kl": kl_scores}
 
 
 @dataclass(slots=True)
@@ -150,6 +151,10 @@ class Search:
         digest = hashlib.sha256(json.dumps(self.inputs, sort_keys=True).encode()).hexdigest()
         return self.folder / f"scores-{self.auto.method}-{digest[:12]}.json"
 
+    @property
+    def _journal(self) -> Path:
+        return self.scores_file.with_suffix(".journal")
+
     def saved(self) -> Scores | None:
         """Return the scores that an earlier search with the same inputs wrote.
 
@@ -191,21 +196,39 @@ class Search:
             make_progress(self.options.progress, outlook) as tell,
         ):
             torch.manual_seed(self.options.seed)
-            scores = _SCORING[self.auto.method](
-                job,
-                self.space,
-                [batch.to(job.device) for batch in self.batches],
-                schedule=schedule,
-                scratch=self.folder,
-                progress=tell,
-            )
+            scores = self._scored(schedule, tell)
         self._write(scores)
+        shutil.rmtree(self._journal, ignore_errors=True)
         return scores
+
+    def _scored(self, schedule: SearchSchedule, tell: Progress) -> Scores:
+        """Score by the recipe's method; a search by gradients goes on where one was killed."""
+        arguments: dict[str, Any] = {
+            "schedule": schedule,
+            "scratch": self.folder,
+            "progress": tell,
+        }
+        batches = [batch.to(self.job.device) for batch in self.batches]
+        if self.auto.method == "kl":
+            return kl_scores(self.job, self.space, batches, **arguments)
+        if not self.options.resume:
+            shutil.rmtree(self._journal, ignore_errors=True)
+        log = SearchLog(self._journal, self.inputs)
+        return gradient_scores(self.job, self.space, batches, log=log, **arguments)
+
+    def formats(self, scores: Scores) -> dict[str, str]:
+        """Return the format of each group: the least summed score within the bits.
+
+        Raises:
+            RecipeError: No choice keeps to so few bits.
+        """
+        groups = {group.name: group.options(scores[group.name]) for group in self.space.groups}
+        return choose(groups, self.limit)
 
     def chosen(self, scores: Scores) -> tuple[Recipe, str]:
         """Return the recipe with the least summed score within the bits, and what to say of it."""
         space, auto = self.space, self.auto
-        formats = choose({g.name: g.options(scores[g.name]) for g in space.groups}, self.limit)
+        formats = self.formats(scores)
         total = sum(scores[name].get(fmt, 0.0) for name, fmt in formats.items())
         said = (
             f"formats chosen by AutoQuantize ({auto.method}): {space.bits(formats):.3f} effective "
@@ -215,10 +238,9 @@ class Search:
 
     def stand_in(self) -> Recipe:
         """Return a recipe of as many bits, chosen by sizes alone."""
-        scores = {group.name: _errors_by_size(group) for group in self.space.groups}
-        groups = {g.name: g.options(scores[g.name]) for g in self.space.groups}
+        formats = self.formats({group.name: _errors_by_size(group) for group in self.space.groups})
         said = "a stand-in: formats by the sizes of matrices alone, before any search"
-        return self.space.recipe_for(choose(groups, self.limit), self.recipe.name, said)
+        return self.space.recipe_for(formats, self.recipe.name, said)
 
     def describe(self) -> dict[str, Any]:
         """Return, as JSON values, what a search would do."""

@@ -6,6 +6,7 @@ Shape suffixes: N rows of inputs, R rows of a matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from modelopt_lite import quantize_and_export
 from modelopt_lite.auto import gradient
 from modelopt_lite.auto.gradient import gradient_scores
 from modelopt_lite.auto.outlook import SearchSchedule
+from modelopt_lite.auto.resume import SearchLog
 from modelopt_lite.auto.search import Search
 from modelopt_lite.auto.settle import prepare_search
 from modelopt_lite.auto.space import Scores
@@ -256,3 +258,41 @@ def test_layers_are_read_twice(
     search = search_of(checkpoint(kind))
     scores_of(search, token_batches, tmp_path)
     assert search.job.source.bytes_read == search.describe()["bytes_to_read"]
+
+
+class KilledError(Exception):
+    """Stands for the end of a process."""
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_search_goes_on_where_it_was_killed(
+    after: int, checkpoint: MakeCheckpoint, token_batches: list[Tensor], tmp_path: Path
+) -> None:
+    source = checkpoint("qwen3_moe", num_hidden_layers=3)
+    whole = search_of(source)
+    wanted = scores_of(whole, token_batches, tmp_path)
+
+    def killed(phase: str, done: int, total: int) -> None:
+        if phase.startswith("backward") and done == total - 3 + after:
+            raise KilledError
+
+    for progress in (killed, lambda phase, done, total: None):
+        search = search_of(source)
+        job, log = search.job, SearchLog(tmp_path / "journal", {"of": "this"})
+        with eager_experts(job.model), suppress(KilledError):
+            scores = gradient_scores(
+                job,
+                search.space,
+                token_batches,
+                schedule=SearchSchedule(units=job.unit_bytes()[0], waiting=0, kept=0),
+                scratch=tmp_path,
+                progress=progress,
+                log=log,
+            )
+    assert len(log.done) == after
+    assert scores == wanted
+    sizes = {name: info.nbytes for name, info in job.source.tensors.items()}
+    layer = sum(size for name, size in sizes.items() if ".layers." in name) // 3
+    behind = sizes["model.norm.weight"] + sizes["lm_head.weight"]
+    saved = whole.job.source.bytes_read - job.source.bytes_read
+    assert saved == 2 * after * layer + behind

@@ -87,7 +87,7 @@ def first_expert(weight: Tensor, base: Tensor) -> int:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_moe"])
 def test_scores_are_those_of_the_whole_model(
     kind: str, checkpoint: MakeCheckpoint, token_batches: list[Tensor], tmp_path: Path
 ) -> None:
@@ -120,7 +120,7 @@ def test_scores_are_those_of_the_whole_model(
                     made = logits()
                 parts = [(p.exp() * (p - q)).sum() for p, q in zip(exact, made, strict=True)]
                 wanted = float(torch.stack(parts).sum())
-                assert scores[group.name][fmt] == pytest.approx(wanted, rel=1e-3, abs=1e-6)
+                assert scores[group.name][fmt] == pytest.approx(wanted, rel=1e-9)
 
 
 def test_reads_are_as_planned(
