@@ -37,6 +37,7 @@ from modelopt_lite.recipes import Recipe, load_recipe, preset_names
 from modelopt_lite.recipes.auto import AutoQuantize
 from modelopt_lite.request import Options, make_request
 
+FORMATS = ["nvfp4", "w4a16_nvfp4", "fp8", "none"]
 TINY = Path(modelopt_lite.__file__).parent / "data" / "tiny_qwen3_moe"
 
 
@@ -174,7 +175,7 @@ def main() -> None:
     """Search, compare, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, default=TINY, help="a checkpoint with a tokenizer")
-    parser.add_argument("--formats", nargs="+", default=["nvfp4", "fp8", "none"])
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--method", default="gradient")
     parser.add_argument("--bits", type=float, default=6.0)
     parser.add_argument("--tokens", type=int, default=8192, help="of held-out text")

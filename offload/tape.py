@@ -118,11 +118,11 @@ class Tape:
         if not leaves:  # the first layer: its matrices have gradients, though nothing before has
             first = min(_floating(values), default=None)
             leaves = {} if first is None else {first: values[first].requires_grad_()}
-        for at, leaf in leaves.items():
-            values[at] = leaf.clone()  # a layer may change what enters it in place
-        args, kwargs = tree_unflatten(values, call.structure)
         if gradients:
             with torch.enable_grad():
+                for at, leaf in leaves.items():
+                    values[at] = leaf.clone()  # a layer may change what enters it in place
+                args, kwargs = tree_unflatten(values, call.structure)
                 outputs, _ = tree_flatten(forward(*args, **kwargs))
             used = [at for at in gradients if outputs[at].requires_grad]
             if used:

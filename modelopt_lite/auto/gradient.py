@@ -28,7 +28,7 @@ from modelopt_lite.auto.rounded import Part, input_scales, layer_parts
 from modelopt_lite.auto.space import Scores, Space
 from modelopt_lite.calibrate.model_code import model_code
 from modelopt_lite.calibrate.observe import InputStats, InputWatch, Site
-from modelopt_lite.errors import SpecError
+from modelopt_lite.errors import CalibrationError, SpecError
 from modelopt_lite.job import Job
 from modelopt_lite.offload.memory import release_freed
 from modelopt_lite.offload.prefetch import Prefetcher
@@ -38,6 +38,7 @@ from modelopt_lite.offload.stream import StreamedModel
 from modelopt_lite.offload.tape import Call, ReachedError, Tape
 from modelopt_lite.offload.waiting import Waiting
 from modelopt_lite.progress import Progress
+from modelopt_lite.words import counted
 
 _LOSS_CHUNK = 1 << 22  # logits that are float32 at a time: 16 MiB
 
@@ -66,7 +67,7 @@ def gradient_scores(
         log: Where each layer that is done is noted, and was by an earlier search.
 
     Raises:
-        CalibrationError: A group saw no token.
+        CalibrationError: A group saw no token, or no gradient.
         SpecError: The model multiplies by a part of a matrix.
     """
     layers = {unit.name: unit for unit in job.plan.units if unit.is_layer}
@@ -213,15 +214,26 @@ class _Scorer:
             tape.back(call, forward)
 
     def scores(self) -> Scores:
-        """Return the sums; a format that a group can have and that scored nothing has 0."""
-        found: Scores = {}
-        for group in self._space.groups:
-            found[group.name] = {
-                fmt: float(self.sums[group.name, fmt]) if (group.name, fmt) in self.sums else 0.0
+        """Return the sums.
+
+        Raises:
+            CalibrationError: No gradient came to a group.
+        """
+        scored = {group for group, _ in self.sums}
+        if missing := [group.name for group in self._space.groups if group.name not in scored]:
+            raise CalibrationError(
+                f"no gradient of the loss came to {missing[0]!r} ({counted(len(missing), 'group')} "
+                "in all): the model's predictions do not depend on it, or its products are none "
+                "that are known; exclude it in the recipe"
+            )
+        return {
+            group.name: {
+                fmt: float(self.sums[group.name, fmt])
                 for fmt in group.bytes
                 if fmt in self._space.plans
             }
-        return found
+            for group in self._space.groups
+        }
 
     def _scored(
         self,

@@ -295,4 +295,4 @@ def test_a_search_goes_on_where_it_was_killed(
     layer = sum(size for name, size in sizes.items() if ".layers." in name) // 3
     behind = sizes["model.norm.weight"] + sizes["lm_head.weight"]
     saved = whole.job.source.bytes_read - job.source.bytes_read
-    assert saved == 2 * after * layer + behind
+    assert 0 <= saved - 2 * after * layer <= behind  # which may have been read ahead
