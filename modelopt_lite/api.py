@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from modelopt_lite.auto.settle import settle
 from modelopt_lite.budgets import Size, make_outlook
 from modelopt_lite.calibrate.data import CalibData
 from modelopt_lite.errors import DegradedError
@@ -32,6 +33,8 @@ def quantize_and_export(
     export_dir: str | Path | None = None,
     recipe: str | Path | Recipe = "nvfp4",
     kv_cache: str | None = None,
+    effective_bits: float | None = None,
+    search_dir: str | Path | None = None,
     calib_data: CalibData = None,
     calib_size: int = 512,
     calib_seq_len: int = 512,
@@ -61,8 +64,12 @@ def quantize_and_export(
         ckpt: Folder of a Hugging Face checkpoint, or a hub id.
         model_type: Must equal that of config.json, where given.
         export_dir: Where to write; default ``./<checkpoint name>-<recipe>``.
-        recipe: Name of a preset, path of a YAML file, or a `Recipe`.
+        recipe: Name of a preset, path of a YAML file, or a `Recipe`. One with ``auto_quantize``
+            has its formats searched first.
         kv_cache: "fp8" adds scales for an FP8 key and value cache; "none" removes the recipe's.
+        effective_bits: The most bits a weight that a search may spend, in place of the recipe's.
+        search_dir: Where a search keeps its scores, which another one goes on with, and writes the
+            recipe that it chose; default ``export_dir`` with ``-search`` behind its name.
         calib_data: None for the text that comes with CPython; a path (.txt, .jsonl, .json,
             .parquet, or .safetensors of token ids); texts; or LongTensor batches [B, T], which are
             used as they are, in order, without a mask.
@@ -108,6 +115,8 @@ def quantize_and_export(
         export_dir=export_dir,
         recipe=recipe,
         kv_cache=kv_cache,
+        effective_bits=effective_bits,
+        search_dir=search_dir,
         calib_data=calib_data,
         calib_size=calib_size,
         calib_seq_len=calib_seq_len,
@@ -131,13 +140,15 @@ def quantize_and_export(
         verify=verify,
         progress=progress,
     )
-    request = make_request(ckpt, options)
+    settled = settle(ckpt, options)
+    request = make_request(ckpt, settled.options)
+    request.job.plan.notes.extend(settled.notes)
     request.load_data()
     report = request.finished()
     if report is None:
         for check in request.checks():
             check()
-        report = _run(request)
+        report = _run(request, settled.seconds)
     if strict and report.degraded:
         raise DegradedError(
             f"the export {request.target} is complete, but the run had to fall back: "
@@ -147,10 +158,12 @@ def quantize_and_export(
     return report
 
 
-def _run(request: Request) -> Report:
+def _run(request: Request, searched: float) -> Report:
     job, options, target = request.job, request.options, request.target
     recipe = job.plan.recipe.name
     report = Report(str(target), recipe, job.model_type, details=request.details)
+    if searched:
+        report.seconds["choose formats"] = searched
     predicted = request.prediction()
     report.predicted_memory_bytes = predicted.host_peak
     outlook = make_outlook(job, predicted, request.budgets, request.data)

@@ -11,10 +11,10 @@ from torch import nn
 from modelopt_lite.errors import InternalError, OffloadConfigError, RecipeError
 from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.offload.patterns import Pattern, parse_pattern, selects
-from modelopt_lite.recipes import NO_FORMAT, Recipe, nearest
+from modelopt_lite.recipes import NO_FORMAT, Recipe
 from modelopt_lite.select import Candidate
 from modelopt_lite.structure import Structure
-from modelopt_lite.words import counted
+from modelopt_lite.words import counted, near
 
 
 class Selection:
@@ -196,8 +196,8 @@ def _check_patterns(
         where = f"the {kind} pattern {pattern!r} of recipe {recipe.name!r} matches no linear layer"
         if pattern.startswith("class:"):
             classes = selection.class_names()
-            near = nearest(pattern.removeprefix("class:").strip(), classes)
-            raise RecipeError(f"{where}{near}; the model has the classes {', '.join(classes)}")
+            hint = near(pattern.removeprefix("class:").strip(), classes)
+            raise RecipeError(f"{where}{hint}; the model has the classes {', '.join(classes)}")
         example = names[0][0] if names else "(none)"
         raise RecipeError(
             f"{where}; a name looks like {example!r}, and a lone * spans one or more parts"

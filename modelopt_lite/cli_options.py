@@ -42,6 +42,14 @@ class RunOptions:
         str | None,
         _option(_WHAT, "fp8 adds scales for the key and value cache; none removes the recipe's."),
     ] = None
+    effective_bits: Annotated[
+        float | None,
+        _option(_WHAT, "The most bits a weight that a search for formats may spend."),
+    ] = None
+    search_dir: Annotated[
+        str | None,
+        _option(_OUTPUT, "Where scores of such a search are kept; default EXPORT_DIR-search."),
+    ] = None
     calib_data: Annotated[
         str | None,
         _option(

@@ -75,6 +75,11 @@ def quantize(
         The same model, which now carries its statistics.
     """
     chosen = load_recipe(recipe, kv_cache=kv_cache)
+    if chosen.auto_quantize is not None:
+        raise RecipeError(
+            f"the formats of the recipe {chosen.name!r} are not chosen yet; search them with "
+            "quantize_and_export, and give the recipe that it writes"
+        )
     algorithm = make_algorithm(chosen.algorithm, numerics)
     evidence = Evidence(cache=cache_stats(chosen, numerics))
     if algorithm is not None and algorithm.sequential:

@@ -26,6 +26,7 @@ def plan_tables(plan: Mapping[str, Any]) -> RenderableType:
         "export": plan["export_dir"],
         "recipe": f"{plan['recipe']}, {plan['numerics']} numerics",
         "dialect": ", ".join(plan["dialects"]),
+        **_search_facts(plan["search"]),
         "KV cache": f"{plan['kv_cache']}, {counted(plan['kv_cache_layers'], 'layer')}"
         if plan["kv_cache"]
         else "left as it is",
@@ -46,6 +47,28 @@ def plan_tables(plan: Mapping[str, Any]) -> RenderableType:
     if plan["parallel"] is not None:
         tables.append(_ranks_table(plan["parallel"]))
     return Group(*tables, *notes)
+
+
+def _search_facts(search: Mapping[str, Any] | None) -> dict[str, str]:
+    """What choosing formats would take, where they are not chosen yet."""
+    if search is None:
+        return {}
+    asked = (
+        f"{search['method']}: {counted(search['groups'], 'group')}, formats "
+        f"{', '.join(search['formats'])}, at most {search['effective_bits']:g} bits a weight"
+    )
+    if search["saved"]:
+        return {"formats chosen by": f"{asked}; scores of {search['folder']}"}
+    times = {1: "once", 2: "twice"}
+    reads = ", ".join(f"{what} {times[count]}" for what, count in search["reads"].items())
+    tiers = (("host", "host memory"), ("device", "device memory"), ("disk_scratch", "on disk"))
+    return {
+        "search of formats": asked,
+        "reads for it": f"{reads}: {bytes_text(search['bytes_to_read'])}, before the run",
+        "memory for it": ", ".join(
+            f"{bytes_text(search[tier])} {title}" for tier, title in tiers if search[tier]
+        ),
+    }
 
 
 def _prediction_facts(plan: Mapping[str, Any]) -> dict[str, str]:

@@ -138,13 +138,15 @@ def predict(
     on_host = job.device.type == "cpu"
     outputs = sum(len(file.tensors) for part in layout.parts.values() for file in part.files)
     work = {
-        "weights": _weights(job, job.store(), budget) if batches else _weights_without_data(job),
+        "weights": weights_in_memory(job, job.store(), _streamed(job), budget)
+        if batches
+        else _weights_without_data(job),
         "quantizing": _SCRATCH if on_host else _DEVICE_SCRATCH,
         "results to be written": _queued(job),
     }
     on_disk = 0
     if batches:
-        shapes = _Shapes(job, all_experts)
+        shapes = Shapes(job, all_experts)
         activations = [math.prod(batch) * shapes.waiting for batch in batches]
         kept = sum(activations)
         if waiting is not None:  # the pass that runs has its own in memory
@@ -163,7 +165,7 @@ def predict(
         process={
             "process": resident_bytes(),
             "notes on tensors": _PER_MATRIX * len(job.plan.matrices) + _PER_OUTPUT * outputs,
-            "reading": _staging(job),
+            "reading": staging(job),
         },
         work=work,
         on_host=on_host,
@@ -184,7 +186,7 @@ def resident_bytes() -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _statistics(job: Job, tokens: int, shapes: _Shapes) -> int:
+def _statistics(job: Job, tokens: int, shapes: Shapes) -> int:
     """Bytes that a search keeps of what enters a layer's matrices, at most."""
     algorithm = make_algorithm(job.plan.recipe.algorithm, job.plan.numerics)
     parents = {unit.name: unit.parent or unit.name for unit in job.plan.units}
@@ -202,8 +204,14 @@ def _statistics(job: Job, tokens: int, shapes: _Shapes) -> int:
     return max((sum(sizes.values()) for sizes in of_layer.values()), default=0)
 
 
-class _Shapes:
-    """What activations of a model take, from its config and the shapes of its matrices."""
+class Shapes:
+    """What activations of a model take, from its config and the shapes of its matrices.
+
+    Attributes:
+        itemsize: Bytes of a value.
+        used: The part of the routed experts that a token goes to.
+        share: The part of all tokens that the most popular expert sees.
+    """
 
     def __init__(self, job: Job, all_experts: bool) -> None:
         model = job.model
@@ -214,6 +222,7 @@ class _Shapes:
         self._experts = int(_first(config, "num_experts", "n_routed_experts", "num_local_experts"))
         chosen = int(_first(config, "num_experts_per_tok", "top_k_experts"))
         self._choices = chosen * self._experts
+        self.used = chosen / max(self._experts, 1)
         # Routing is uneven: the most popular expert sees a few times its share.
         self.share = 1.0 if all_experts else min(1.0, 4 * chosen / max(self._experts, 1))
         self._eager_heads = 0
@@ -226,6 +235,11 @@ class _Shapes:
                 self._width = max(self._width, rows)
             else:
                 self._expert_width = max(self._expert_width, rows)
+
+    @property
+    def hidden(self) -> int:
+        """Bytes a token of what enters a layer."""
+        return self._hidden * self.itemsize
 
     @property
     def waiting(self) -> int:
@@ -256,9 +270,17 @@ def _first(config: Any, *names: str) -> int:
     return next((v for n in names if (v := getattr(config, n, None)) is not None), 0)
 
 
-def _weights(job: Job, store: WeightStore, budget: int | None) -> int:
-    """The most bytes of units at a time, with values that the model holds in another form."""
-    units = _streamed(job)
+def weights_in_memory(
+    job: Job, store: WeightStore, units: Sequence[Unit], budget: int | None
+) -> int:
+    """Return the most bytes of units at a time, with values that the model holds in another form.
+
+    Args:
+        job: The run.
+        store: What brings units in.
+        units: Those that passes run through, in order.
+        budget: Bytes of units at a time; None: all of them.
+    """
     tensors = job.source.tensors
     sizes = [
         store.bytes_of(unit) + sum(tensors[name].nbytes for name in store.kept_apart(unit))
@@ -313,8 +335,8 @@ def _queued(job: Job) -> int:
     return min(QUEUE_LIMIT, max(of_unit.values(), default=0))
 
 
-def _staging(job: Job) -> int:
-    """Bytes that a tensor takes on its way: what it is decoded from, or to where it goes on."""
+def staging(job: Job) -> int:
+    """Return the bytes of a tensor on its way: what it is decoded from, or to where it goes on."""
     source = job.source
     decoded = 0
     if isinstance(source, DequantizedSource):

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from modelopt_lite.auto.settle import settle_for_plan
 from modelopt_lite.checkpoint.names import natural_key
 from modelopt_lite.checkpoint.writer import parse_size
 from modelopt_lite.errors import (
@@ -48,14 +49,16 @@ def dry_run(
         JSON values. ``linears`` has each linear layer and expert once: with ``format`` and
         ``shape``, or with ``excluded``, the reason. Sizes are in bytes. ``problems`` lists why
         the run would be refused, each with the ``code`` of the error and its ``message``;
-        ``offload`` is what `plan_offload` finds for inference, where the plan has a model.
+        ``offload`` is what `plan_offload` finds for inference, where the plan has a model;
+        ``search`` says what choosing the formats would take, and is None where they are settled;
         ``reuses_export`` is true where it would return the report of a finished export.
 
     Raises:
         ModelOptLiteError: There is no plan: what is wrong, the value, and what to do.
     """
-    options_ = Options(model_type=model_type, **options)
-    request = make_request(ckpt, options_, world_size=world_size)
+    settled = settle_for_plan(ckpt, Options(model_type=model_type, **options))
+    request = make_request(ckpt, settled.options, world_size=world_size)
+    request.job.plan.notes.extend(settled.notes)
     notes: list[str] = []
     problems = list(_load_data(request, notes))
     reused = None
@@ -74,6 +77,7 @@ def dry_run(
         parse_size(read_bandwidth), parse_size(write_bandwidth)
     )
     described["parallel"] = _parallel(request)
+    described["search"] = settled.search
     described["reuses_export"] = reused is not None
     described["notes"] += notes + _reuse(request, reused)
     described["problems"] = [{"code": e.code, "message": str(e)} for e in problems]

@@ -71,6 +71,11 @@ def fused_group(name: str, role: str, ptq: PTQSpec) -> str | None:
     return None
 
 
+def one_choice(c: Candidate, ptq: PTQSpec) -> str:
+    """Return a key that all matrices share which engines want in one format: experts, and fused."""
+    return c.experts or fused_group(c.name, c.role, ptq) or c.name
+
+
 def input_group(c: Candidate, fused: str | None) -> str:
     """All experts of a layer share the scale of what they read: engines keep one for all."""
     if c.experts and not c.stacked:

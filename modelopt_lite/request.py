@@ -55,6 +55,8 @@ class Options:
     export_dir: str | Path | None = None
     recipe: str | Path | Recipe = "nvfp4"
     kv_cache: str | None = None
+    effective_bits: float | None = None
+    search_dir: str | Path | None = None
     calib_data: CalibData = None
     calib_size: int = 512
     calib_seq_len: int = 512
@@ -246,6 +248,8 @@ def make_request(
         ModelOptLiteError: Anything that can be known without weights and calibration data.
     """
     recipe = load_recipe(options.recipe, kv_cache=options.kv_cache)
+    if recipe.auto_quantize is not None:
+        raise RecipeError(f"the formats of the recipe {recipe.name!r} are not chosen yet")
     _check_choices(options)
     folder = resolve_checkpoint(ckpt)
     target = default_export_dir(ckpt, recipe.name)

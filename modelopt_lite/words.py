@@ -1,6 +1,9 @@
-"""Words of messages that depend on a number."""
+"""Words of messages that depend on a number, or on what was misspelt."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
@@ -12,3 +15,9 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
         plural: What, for any other number; None: ``noun`` with an s.
     """
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'fp8'?`` for a name that is nearly a known one, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -99,6 +99,7 @@ class StreamedModel:
         waiting: Waiting | None = None,
         replay: Replay | None = None,
         returned: Returned = lambda index, name, output: None,
+        ended: Callable[[int], bool] = lambda index: False,
     ) -> list[Any]:
         """Run passes in lockstep, so that each unit comes in once for all.
 
@@ -107,6 +108,8 @@ class StreamedModel:
             waiting: Keeps what suspended passes hold within a budget.
             replay: Calls of layers that an earlier run has finished; where it is given,
             returned: is called with a pass, a layer and what that returned in this run.
+            ended: Whether a pass shall run into the next layer without its weights, which then
+                must not use them.
 
         Returns:
             The results of the passes.
@@ -124,7 +127,11 @@ class StreamedModel:
             self._enter(name)
 
         def skips(name: str) -> bool:
-            return replay is not None and name in layers and replay.is_pending(lockstep.current)
+            if name not in layers:
+                return False
+            return ended(lockstep.current) or (
+                replay is not None and replay.is_pending(lockstep.current)
+            )
 
         lockstep = self._lockstep = Lockstep(
             modules,
@@ -145,6 +152,13 @@ class StreamedModel:
         for name in self._kept:
             self._leave(name)
         return results
+
+    @property
+    def current(self) -> int:
+        """The position of the pass that is running; see `Lockstep.current`."""
+        if self._lockstep is None:
+            raise InternalError("no pass is running")
+        return self._lockstep.current
 
     def run_resident(self, passes: Sequence[Callable[[], Any]]) -> list[Any]:
         """Bring all units in, run the passes one after another, and let all units go."""

@@ -31,10 +31,10 @@ DATA_FREE = ("--recipe", "fp8_per_channel_per_token", "--no-progress")
 
 RUN_FLAGS = """
     --batch-size --calib-data --calib-seq-len --calib-size --device --device-memory --dialect
-    --disk-scratch --ep --export-dir --host-memory --kv-cache --max-shard-size --model-type
-    --moe-calibrate-all-experts --no-progress --no-resume --no-verify --numerics --offload
-    --on-bad-shape --overwrite --progress --recipe --resume --seed --strict --trust-remote-code
-    --verify -o -r
+    --disk-scratch --effective-bits --ep --export-dir --host-memory --kv-cache --max-shard-size
+    --model-type --moe-calibrate-all-experts --no-progress --no-resume --no-verify --numerics
+    --offload --on-bad-shape --overwrite --progress --recipe --resume --search-dir --seed --strict
+    --trust-remote-code --verify -o -r
 """
 FLAGS = {
     "": "--version",

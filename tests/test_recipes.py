@@ -12,6 +12,7 @@ import modelopt_lite.recipes as package
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.recipes import ALIASES, Override, Recipe, load_recipe, parse_recipe, preset_names
+from modelopt_lite.recipes.written import recipe_text
 
 PRESETS = [
     "fp8",
@@ -145,7 +146,7 @@ def test_no_such_kv_cache(kv_cache: str) -> None:
     [
         (
             "weight: fp8",
-            "unknown key 'weight'; did you mean 'weights'.; known: algorithm, description, ",
+            "unknown key 'weight'; did you mean 'weights'.; known: algorithm, auto_quantize, ",
         ),
         ("1: fp8", "unknown key 1"),
         ("include: []", 'weights must name a format, or be "none", got None'),
@@ -190,3 +191,17 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(RecipeError, match="no valid YAML"):
         load_recipe(path)
+
+
+def test_a_written_recipe_is_read_back_the_same() -> None:
+    recipe = Recipe(
+        name="mine",
+        weights="int4_weight_only",
+        group_size=(128, 64),
+        exclude=("*.layers.0",),
+        overrides=(
+            Override(modules=("*.layers.1",), weights="fp8"),
+            Override(modules=("*.layers.2",), weights="nvfp4", inputs="none"),
+        ),
+    )
+    assert parse_recipe(yaml.safe_load(recipe_text(recipe)), where="written") == recipe

@@ -24,6 +24,7 @@ LAYERS = (
     ("report_view",),
     ("api",),
     ("in_memory", "preview", "checking"),
+    ("auto",),
     ("request", "fidelity"),
     ("run", "evaluate"),
     ("pipeline", "data_free"),

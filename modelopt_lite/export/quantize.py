@@ -46,7 +46,7 @@ def quantize_matrices(
         Module -> how far it is from its source; empty without ``verify``.
     """
     matrices = list(matrices)
-    group_amax = _weight_amax(matrices, sources, source_amax, treated, numerics)
+    group_amax = weight_amax(matrices, sources, source_amax, treated, numerics)
     errors = {}
     for matrix in matrices:
         fmt = FORMATS[matrix.format]
@@ -115,14 +115,14 @@ def matrix_value(matrix: Matrix, sources: Mapping[str, Tensor]) -> Tensor:
     return value.mT if matrix.input_major and value.ndim == 2 else value
 
 
-def _weight_amax(
+def weight_amax(
     matrices: Iterable[Matrix],
     sources: Mapping[str, Tensor],
     source_amax: Mapping[str, Tensor],
     treated: Treated | None,
     numerics: Numerics,
 ) -> dict[str, Tensor]:
-    """Largest magnitude of each weight group, or what each of its scales stands for."""
+    """Return the largest magnitude of each weight group, or what each of its scales stands for."""
     groups: dict[str, Tensor] = {}
     for matrix in matrices:
         if treated is not None:

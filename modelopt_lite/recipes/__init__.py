@@ -9,7 +9,6 @@ by the class of a module in the installed transformers, again with everything be
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,14 @@ from modelopt_lite.errors import OffloadConfigError, RecipeError
 from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.formats.groups import GROUP_MULTIPLE, fits_groups
 from modelopt_lite.recipes.algorithms import AlgorithmChoice, parse_algorithm
+from modelopt_lite.recipes.auto import AutoQuantize, parse_auto
+from modelopt_lite.words import near
 
 _PRESETS = Path(__file__).parent
 KV_FORMATS = tuple(CACHE_FORMATS)
 NO_FORMAT = "none"
+AUTO_FORMAT = "auto"
+"""What stands for ``weights`` where a search chooses the formats."""
 ALIASES = {
     "fp8_pc_pt": "fp8_per_channel_per_token",
     "fp8_pb_wo": "fp8_2d_blockwise_weight_only",
@@ -71,6 +74,8 @@ class Recipe:
         overrides: Other formats for some modules, included or not; a later one wins.
         group_size: Sizes of the groups of INT4 formats; the first that divides the inputs of all
             its matrices is taken. Empty: 128.
+        auto_quantize: What a search chooses the formats from, in the place of ``weights`` and
+            ``overrides``; None in a recipe whose formats are settled.
     """
 
     name: str
@@ -82,6 +87,7 @@ class Recipe:
     exclude: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
     group_size: tuple[int, ...] = ()
+    auto_quantize: AutoQuantize | None = None
     description: str = field(default="", compare=False)
 
     @property
@@ -108,6 +114,8 @@ class Recipe:
     @property
     def formats(self) -> tuple[str, ...]:
         """Names of the weight formats that it asks for, each once."""
+        if self.auto_quantize is not None:
+            return tuple(name for name in self.auto_quantize.formats if name != NO_FORMAT)
         named = (self.format, *(override.format for override in self.overrides))
         return tuple(dict.fromkeys(name for name in named if name != NO_FORMAT))
 
@@ -146,7 +154,7 @@ def load_recipe(recipe: str | Path | Recipe, *, kv_cache: str | None = None) -> 
         recipe = replace(recipe, kv_cache=None if kv_cache == "none" else kv_cache)
     if recipe.kv_cache is not None and recipe.kv_cache not in KV_FORMATS:
         raise RecipeError(
-            f"unknown KV cache format {recipe.kv_cache!r}{nearest(recipe.kv_cache, KV_FORMATS)}; "
+            f"unknown KV cache format {recipe.kv_cache!r}{near(recipe.kv_cache, KV_FORMATS)}; "
             f"known: {', '.join(KV_FORMATS)}"
         )
     return recipe
@@ -155,9 +163,9 @@ def load_recipe(recipe: str | Path | Recipe, *, kv_cache: str | None = None) -> 
 def _preset(name: str) -> str:
     name, names = ALIASES.get(name, name), preset_names()
     if name not in names:
-        near = nearest(name, (*names, *ALIASES))
+        hint = near(name, (*names, *ALIASES))
         raise RecipeError(
-            f"unknown recipe {name!r}{near}; presets: {', '.join(names)}; "
+            f"unknown recipe {name!r}{hint}; presets: {', '.join(names)}; "
             "a recipe of your own is a .yaml file"
         )
     return name
@@ -182,6 +190,15 @@ def _read(path: Path) -> Recipe:
 def parse_recipe(data: dict[str, Any], *, where: str) -> Recipe:
     """Check a mapping's keys and types and make a recipe of it; ``where`` names it in errors."""
     _check_keys(data, Recipe, where)
+    auto = None
+    if data.get("auto_quantize") is not None:
+        auto = parse_auto(data["auto_quantize"], where=where)
+        if data.get("weights", AUTO_FORMAT) != AUTO_FORMAT or data.get("overrides"):
+            raise RecipeError(
+                f"{where}: auto_quantize chooses all formats; leave weights and overrides out, or "
+                "exclude modules"
+            )
+        data = {**data, "weights": AUTO_FORMAT}
     if not isinstance(data.get("weights"), str):
         raise RecipeError(
             f'{where}: weights must name a format, or be "none", got {data.get("weights")!r}'
@@ -203,7 +220,7 @@ def parse_recipe(data: dict[str, Any], *, where: str) -> Recipe:
     )
     _check_inputs(data, where)
     made["group_size"] = _group_size(data.get("group_size"), where)
-    return Recipe(**{**data, **made})
+    return Recipe(**{**data, **made, "auto_quantize": auto})
 
 
 def _group_size(value: Any, where: str) -> tuple[int, ...]:
@@ -248,7 +265,7 @@ def _check_keys(data: dict[str, Any], kind: type[Recipe | Override], where: str)
     for key in data:
         if key not in known:
             raise RecipeError(
-                f"{where}: unknown key {key!r}{nearest(str(key), known)}; known: "
+                f"{where}: unknown key {key!r}{near(str(key), known)}; known: "
                 f"{', '.join(sorted(known))}"
             )
 
@@ -266,9 +283,3 @@ def _patterns(data: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
     except OffloadConfigError as error:
         raise RecipeError(f"{where}: {error}") from error
     return tuple(p.text if p.kind == "class" else p.body for p in parsed)
-
-
-def nearest(name: str, known: Any) -> str:
-    """Return words that suggest the nearest of known names; empty where none is near."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from modelopt_lite.errors import RecipeError
+from modelopt_lite.words import near
 
 Option = float | int | bool
 
@@ -85,7 +85,7 @@ def parse_algorithm(data: Any, *, where: str) -> AlgorithmChoice:
     method = OTHER_NAMES.get(method, method)
     if method not in METHODS:
         raise RecipeError(
-            f"{where}: unknown algorithm {method!r}{_near(method, METHODS)}; known: "
+            f"{where}: unknown algorithm {method!r}{near(method, METHODS)}; known: "
             f"{', '.join(sorted(METHODS))}"
         )
     options = dict(METHODS[method])
@@ -94,7 +94,7 @@ def parse_algorithm(data: Any, *, where: str) -> AlgorithmChoice:
             continue
         if key not in options:
             raise RecipeError(
-                f"{where}: the algorithm {method!r} has no option {key!r}{_near(key, options)}; "
+                f"{where}: the algorithm {method!r} has no option {key!r}{near(key, options)}; "
                 f"it has: {', '.join(options) or 'none'}"
             )
         options[key] = _checked(key, value, options[key], where)
@@ -109,8 +109,3 @@ def _checked(key: str, value: Any, default: Option, where: str) -> Option:
     if bool not in kinds and not value >= 0:
         raise RecipeError(f"{where}: algorithm.{key} must be 0 or more, got {value!r}")
     return type(default)(value)
-
-
-def _near(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

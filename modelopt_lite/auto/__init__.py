@@ -1,0 +1,1 @@
+"""AutoQuantize: search which format each group of matrices gets, for a number of bits a weight."""
