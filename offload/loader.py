@@ -25,10 +25,14 @@ log = logging.getLogger("modelopt_lite.offload")
 
 
 @dataclass(slots=True)
-class _Block:
-    """A slot: its memory, whose bytes it has, and how far they are."""
+class Block:
+    """A slot: its memory, whose bytes it has, and how far they are.
+
+    ``size`` is what the plan gives it; ``used``, that something computed with its content.
+    """
 
     index: int
+    size: int
     memory: Tensor
     ready: Event
     last_use: Event
@@ -46,7 +50,7 @@ class _Block:
 class _Entry:
     """A label that is in: its block, or memory of its own where its block was taken."""
 
-    block: _Block | None
+    block: Block | None
     views: tuple[Tensor, ...]
     versions: tuple[int, ...]
     own: Tensor | None = None
@@ -99,8 +103,8 @@ class BlockLoader:
         self._stream = device.stream("copy")
         self._ledger = ledger
         self._timeline = timeline
-        self._blocks: dict[int, _Block] = {}
-        self._block_of: dict[str, _Block] = {}
+        self._blocks: dict[int, Block] = {}
+        self._block_of: dict[str, Block] = {}
         self._entries: dict[str, _Entry] = {}
         self._at = -1
         self.counts = LoaderCounts()
@@ -113,22 +117,45 @@ class BlockLoader:
 
     def _make_blocks(self, blocks: Mapping[str, int], sizes: Mapping[int, int]) -> None:
         for index, size in sizes.items():
-            memory = self._device.allocate(size)
-            self._ledger.add("device", BLOCKS, size)
+            memory = self._first_memory(size)
             events = self._device.event(), self._device.event()
-            self._blocks[index] = _Block(index, memory, *events)
+            self._blocks[index] = Block(index, size, memory, *events)
         for label, index in blocks.items():
             self._block_of[label] = self._blocks[index]
         for label, cargo in self._cargos.items():
-            memory = self._block_of[label].memory
-            if cargo.nbytes > memory.numel():
+            if cargo.nbytes > self._block_of[label].size:
                 raise InternalError(f"{label!r} does not fit its block: {cargo.nbytes} bytes")
-            self._views[label] = cargo.views(memory)
+
+    def _first_memory(self, size: int) -> Tensor:
+        """Return what a block has before anything is copied to it."""
+        return self._allocate(size)
+
+    def _allocate(self, size: int) -> Tensor:
+        memory = self._device.allocate(size)
+        self._ledger.add("device", BLOCKS, size)
+        return memory
+
+    def _free(self, memory: Tensor) -> None:
+        self._device.free(memory)
+        self._ledger.remove("device", BLOCKS, memory.numel())
+
+    def _views_in(self, cargo: Cargo, block: Block) -> tuple[Tensor, ...]:
+        """Return a cargo's tensors in a block; those in its own are made once."""
+        if block is not self._block_of[cargo.label]:
+            return cargo.views(block.memory)
+        if cargo.label not in self._views:
+            self._views[cargo.label] = cargo.views(block.memory)
+        return self._views[cargo.label]
 
     @property
     def block_bytes(self) -> int:
         """Bytes of all blocks."""
         return sum(block.memory.numel() for block in self._blocks.values())
+
+    @property
+    def unclaimed_bytes(self) -> int:
+        """Bytes that the plan gives to blocks, and that they have not allocated now."""
+        return sum(block.size for block in self._blocks.values()) - self.block_bytes
 
     def enter(self, label: str) -> None:
         """Have a label's weights in before this returns, as the compute stream sees it."""
@@ -185,15 +212,14 @@ class BlockLoader:
             self.exit(label)
         settle(self._device)
         for block in blocks.values():
-            self._device.free(block.memory)
-            self._ledger.remove("device", BLOCKS, block.memory.numel())
+            if block.memory.numel():
+                self._free(block.memory)
         self._block_of.clear()
         self._views.clear()
         self._cargos.clear()
 
     def _bring_in(self, cargo: Cargo) -> _Entry:
         block = self._block_of[cargo.label]
-        views = self._views[cargo.label]
         if cargo.adopt() and block.content == cargo.label:
             block.content = None
         if block.has(cargo):
@@ -204,7 +230,7 @@ class BlockLoader:
                 other = self._idle_block(cargo)
                 if other is None:
                     return self._bring_apart(cargo)
-                block, views = other, cargo.views(other.memory)
+                block = other
             self._issue(cargo, block)
         try:
             self._device.wait(block.ready)
@@ -212,12 +238,13 @@ class BlockLoader:
             block.content = None  # what is in it now is nobody's
             raise
         block.users += 1
+        views = self._views_in(cargo, block)
         cargo.bind(views)
         return _Entry(block, views, block.versions)
 
-    def _idle_block(self, cargo: Cargo) -> _Block | None:
+    def _idle_block(self, cargo: Cargo) -> Block | None:
         """A block for a label whose own is taken; what was copied to it ahead is copied again."""
-        sizes = {index: block.memory.numel() for index, block in self._blocks.items()}
+        sizes = {index: block.size for index, block in self._blocks.items()}
         busy = {index for index, block in self._blocks.items() if block.users}
         index = idle_block(cargo.nbytes, sizes, busy)
         return None if index is None else self._blocks[index]
@@ -239,7 +266,7 @@ class BlockLoader:
         cargo.bind(views)
         return _Entry(None, views, cargo.versions, own)
 
-    def _issue(self, cargo: Cargo, block: _Block) -> None:
+    def _issue(self, cargo: Cargo, block: Block) -> None:
         """Queue a copy into a block that nobody computes with any more."""
         if block.used:
             self._device.wait(block.last_use, self._stream)
@@ -252,7 +279,7 @@ class BlockLoader:
         block.content, block.versions = cargo.label, versions
         self._count(cargo)
 
-    def _span(self, cargo: Cargo, block: _Block) -> AbstractContextManager[None]:
+    def _span(self, cargo: Cargo, block: Block) -> AbstractContextManager[None]:
         if self._timeline is None:
             return nullcontext()
         return self._timeline.span(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from modelopt_lite.offload.device import HostDevice
 from modelopt_lite.offload.disk import open_from_disk
 from modelopt_lite.offload.manager import OffloadManager, Phase
 from modelopt_lite.offload.simdevice import SimDevice
+from modelopt_lite.offload.strategies import NthLayerStrategy
 
 WIDTH = 200
 INDIRECT: dict[str, Any] = {"profile_mode": "torch_function", "transfer_mode": "strategy"}
@@ -250,3 +252,24 @@ def test_another_thread_is_refused_and_does_no_harm(warm: int) -> None:
         assert_same(model, reference, x_of(), passes=6)
         assert manager.phase is Phase.INFERENCE
     assert_same_state(model, reference)
+
+
+@both_devices
+def test_memory_on_demand_is_of_the_size_of_the_unit(device: Any) -> None:
+    widths = [WIDTH, 4 * WIDTH, WIDTH, WIDTH, WIDTH, WIDTH, WIDTH]
+    pairs = itertools.pairwise(widths)
+    reference = nn.Sequential(*(nn.Linear(*pair) for pair in pairs)).requires_grad_(False)
+    used: dict[str, list[int]] = {}
+    for mode in ("allocation_block_transfer", "strategy"):
+        model, place = copy.deepcopy(reference), device()
+        fields: dict[str, Any] = {"transfer_mode": mode, "load_strategy": NthLayerStrategy(1)}
+        with offloaded(model, place, **fields) as manager:
+            assert_same(model, reference, x_of(), passes=4)
+            assert manager.phase is Phase.INFERENCE
+            found = used.setdefault(mode, [])
+            for layer in model:
+                layer.register_forward_hook(lambda *_, p=place, f=found: f.append(p.used))
+            assert_same(model, reference, x_of())
+    assert len(set(used["allocation_block_transfer"])) == 1
+    assert max(used["strategy"]) <= used["allocation_block_transfer"][0]
+    assert min(used["strategy"]) < 0.5 * used["allocation_block_transfer"][0]
