@@ -25,6 +25,7 @@ from modelopt_lite.offload.cargo import (
 )
 from modelopt_lite.offload.config import OffloadConfig
 from modelopt_lite.offload.device import Device, new_buffer
+from modelopt_lite.offload.directloader import DirectLoader
 from modelopt_lite.offload.discovery import (
     ModuleTracker,
     OutsideReads,
@@ -32,7 +33,7 @@ from modelopt_lite.offload.discovery import (
     with_fields,
 )
 from modelopt_lite.offload.ledger import RESIDENT, Ledger
-from modelopt_lite.offload.loader import BlockLoader, DirectLoader
+from modelopt_lite.offload.loader import BlockLoader
 from modelopt_lite.offload.nesting import Nest
 from modelopt_lite.offload.ondemand import OnDemandLoader
 from modelopt_lite.offload.rowtensors import RowTensors

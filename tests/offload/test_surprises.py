@@ -52,6 +52,7 @@ def offloaded(model: nn.Module, device: Any, **fields: Any) -> Iterator[OffloadM
     manager = OffloadManager(device=device)
     if isinstance(device, SimDevice):
         manager.on_compute = lambda label: device.compute(label, 1.0)
+    fields.setdefault("load_strategy", NthLayerStrategy(1))  # all of them come and go
     manager.offload(model, OffloadConfig(include_patterns=["*"], profiling_iters=2, **fields))
     try:
         yield manager
@@ -132,6 +133,72 @@ def test_weights_that_are_loaded_between_passes_are_used(device: Any, mode: dict
             assert_same(model, reference, x_of())
             assert_same_state(model, reference)
     assert_same_state(model, reference)
+
+
+@both_devices
+@both_modes
+def test_weights_that_are_loaded_over_those_on_disk_are_used(
+    device: Any, mode: dict[str, Any], tmp_path: Path
+) -> None:
+    reference = stack()
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    before = (tmp_path / "model.safetensors").read_bytes()
+    model = open_from_disk(stack, tmp_path)
+    with offloaded(model, device(), **mode):
+        for index in range(8):
+            assert_same(model, reference, x_of())
+            if index % 2:
+                name = f"{index % 5}.linear.weight"
+                new = {**reference.state_dict(), name: torch.randn(WIDTH, WIDTH)}
+                reference.load_state_dict(new)
+                model.load_state_dict(new)
+            assert_same_state(model, reference)
+    assert_same(model, reference, x_of())
+    assert_same_state(model, reference)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+class Shows(nn.Module):
+    """Returns a view of its weight beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"x": x @ self.weight, "weights": [self.weight, self.weight.t()[:3]]}
+
+
+class ShowsAll(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Shows() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.layers:
+            found = layer(x)
+            x = found["x"]
+            kept.append(found["weights"])
+        for whole, some in kept:
+            x = x @ whole + (x @ some.t()).sum()
+        return x
+
+
+@both_devices
+@both_modes
+def test_weights_that_a_unit_returns_keep_their_values(device: Any, mode: dict[str, Any]) -> None:
+    torch.manual_seed(4)
+    reference = ShowsAll().eval().requires_grad_(False)
+    model = copy.deepcopy(reference)
+    manager = OffloadManager(device=(place := device()))
+    if isinstance(place, SimDevice):
+        manager.on_compute = lambda label: place.compute(label, 1.0)
+    fields: dict[str, Any] = {"load_strategy": NthLayerStrategy(1), "profiling_iters": 2, **mode}
+    manager.offload(model, OffloadConfig(include_patterns=["layers.*"], **fields))
+    assert_same(model, reference, x_of(), passes=6)
+    assert manager.phase is Phase.INFERENCE
+    manager.release()
 
 
 def attention() -> nn.Module:
