@@ -21,7 +21,7 @@ def whole_pages(nbytes: int) -> Tensor:
     """
     page = _HUGE if nbytes >= _HUGE else mmap.PAGESIZE
     with torch.inference_mode(False):
-        room = torch.empty(nbytes + page - 1, dtype=torch.uint8)
+        room = torch.empty(nbytes + page - 1, dtype=torch.uint8, device="cpu")
         buffer = room[-room.data_ptr() % page :][:nbytes]
     if page == _HUGE and _ADVICE is not None:
         with suppress(OSError, AttributeError):  # where there is no libc to ask, there is no advice
