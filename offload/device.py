@@ -13,7 +13,6 @@ would protect nothing.
 from __future__ import annotations
 
 import itertools
-import mmap
 import platform
 import time
 import weakref
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from modelopt_lite.offload.copythread import CopyThread, DeviceError, Mark
 from modelopt_lite.offload.hostmemory import host_memory
+from modelopt_lite.offload.hugepages import whole_pages
 
 __all__ = [
     "CopySource",
@@ -188,10 +188,7 @@ class HostDevice:
         check_size(nbytes)
         if self.capacity is not None and self.used + nbytes > self.capacity:
             raise out_of_memory(self.name, nbytes, self.used, self.capacity)
-        # From a page's first byte on, so that whole pages of a file can be read into it.
-        with torch.inference_mode(False):
-            room = new_buffer(nbytes + mmap.PAGESIZE - 1, self.torch_device)
-            buffer = room[-room.data_ptr() % mmap.PAGESIZE :][:nbytes]
+        buffer = whole_pages(nbytes)
         self._sizes[buffer.data_ptr()] = nbytes
         self.used += nbytes
         return buffer

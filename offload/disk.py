@@ -87,7 +87,7 @@ class DiskWeights:
                 parts.append(Part(offset, tensor.detach(), f"#{at}", None, None, ("", at)))
             else:
                 like = self.resting(tensor)
-                place = (entry.group, entry.info, entry.position)
+                place = (entry.group, entry.info, entry.position, entry.version)
                 parts.append(Part(offset, like, entry.target, *place))
         return BlockSource(self.source, parts)
 

@@ -30,7 +30,8 @@ from modelopt_lite.offload.device import as_bytes
 class Part:
     """A tensor's place in a block, and where its bytes come from: the disk, or memory.
 
-    ``info`` is its place in a file that holds its bytes as they are; None where none does.
+    ``info`` is its place in a file that holds its bytes as they are; None where none does. The
+    files are right as long as the tensor has ``version``.
     """
 
     offset: int
@@ -39,6 +40,7 @@ class Part:
     group: TensorGroup | None
     info: TensorInfo | None
     position: tuple[str, int]  # file and byte, so that a disk is read forward
+    version: int = 0
 
 
 class BlockSource:
@@ -80,6 +82,13 @@ class BlockSource:
         old = self._parts[index]
         self._parts[index] = replace(old, group=None, info=None, position=("", index))
         self._requests = self._grouped()
+
+    def follow(self, versions: Sequence[int]) -> None:
+        """Copy those tensors from memory from now on that have other versions than on disk."""
+        for index, version in enumerate(versions):
+            part = self._parts[index]
+            if part.group is not None and part.version != version:
+                self.take_from_memory(index)
 
     def _grouped(self) -> list[list[Part]]:
         """Parts by what is read at once, in the order of the disk."""

@@ -33,6 +33,13 @@ class _OnDisk(_Base):
 
     __slots__ = ()
 
+    def adopt(self) -> bool:
+        """See `Cargo.adopt`. Values that were changed in place are not those on disk any more."""
+        changed = super().adopt()
+        assert isinstance(self.source, BlockSource)
+        self.source.follow(self.versions)
+        return changed
+
     def write_back(self, views: Sequence[Tensor], before: Sequence[int]) -> None:
         """See `Cargo.write_back`. The files are never written."""
         changed = [now != then for now, then in zip(self.versions, before, strict=True)]

@@ -121,6 +121,7 @@ def split_to_fit(
     Returns:
         Nothing where two of the largest units fit. Else the stacked experts of each unit of which
         two do not; two groups of them fit beside the rest of the largest unit, if two experts do.
+        Experts that the model computes all at once are split only where not even one unit fits.
     """
     sizes = {n: _block_bytes(p) for n, p in model.named_parameters(remove_duplicate=False)}
     units = {label: sum(sizes[n] for n in names) for label, names in offloaded.items()}
@@ -139,7 +140,8 @@ def split_to_fit(
             for name, p in stacked.items()
             if name in unit_of and names[id(p)] == 1 and p.is_contiguous() and can_split(p)
         }
-        if mine and isinstance(container, nn.Module):
+        fits = all(units[unit_of[name]] <= room for name in mine)
+        if mine and isinstance(container, nn.Module) and not (fits and _reads_all(container)):
             found.append(StackedExperts(f"{path}.experts", container, mine, 1))
     for each in found:
         for name in each.parameters:
@@ -149,6 +151,12 @@ def split_to_fit(
         StackedExperts(e.path, e.module, e.parameters, _clamped(room // 2 // e.expert_bytes, e))
         for e in found
     ]
+
+
+def _reads_all(container: nn.Module) -> bool:
+    """Whether transformers is told to compute all experts at once."""
+    config = getattr(container, "config", None)
+    return getattr(config, "_experts_implementation", None) not in (None, "eager")
 
 
 def without(
@@ -186,7 +194,8 @@ class ServedExperts(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._name_of = {id(p): name for name, p in experts.parameters.items()}
-        self._label_of = {row: label for label, rows in experts.groups.items() for row in rows}
+        self._groups = experts.groups
+        self._label_of = {row: label for label, rows in self._groups.items() for row in rows}
         self._experts = experts
         self._rows = rows
         self._trap = trap
@@ -237,7 +246,7 @@ class ServedExperts(TorchFunctionMode):
             self._label = label
             for rows in self._rows[label].values():
                 self._renew(rows)
-        start = self._experts.groups[label].start
+        start = self._groups[label].start
         value = func(self._rows[label][name], (expert - start, *rest))
         self._served.append(weakref.ref(value))
         return value

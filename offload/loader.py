@@ -7,28 +7,37 @@ at once: slower, counted in ``misses``, and right.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from modelopt_lite.errors import InternalError, OffloadError
 from modelopt_lite.offload.cargo import Cargo
 from modelopt_lite.offload.device import Device, Event
+from modelopt_lite.offload.directloader import (
+    Entry,
+    LoaderCounts,
+    bring_apart,
+    give_back,
+    settle,
+    storage_of_entry,
+)
 from modelopt_lite.offload.ledger import BLOCKS, Ledger
-from modelopt_lite.offload.nesting import Nest, idle_block
+from modelopt_lite.offload.nesting import idle_block
 from modelopt_lite.offload.timeline import Timeline
-
-log = logging.getLogger("modelopt_lite.offload")
 
 
 @dataclass(slots=True)
-class _Block:
-    """A slot: its memory, whose bytes it has, and how far they are."""
+class Block:
+    """A slot: its memory, whose bytes it has, and how far they are.
+
+    ``size`` is what the plan gives it; ``used``, that something computed with its content.
+    """
 
     index: int
+    size: int
     memory: Tensor
     ready: Event
     last_use: Event
@@ -40,28 +49,6 @@ class _Block:
     def has(self, cargo: Cargo) -> bool:
         """Whether the block holds a cargo's bytes as they are now."""
         return self.content == cargo.label and self.versions == cargo.versions
-
-
-@dataclass(slots=True)
-class _Entry:
-    """A label that is in: its block, or memory of its own where its block was taken."""
-
-    block: _Block | None
-    views: tuple[Tensor, ...]
-    versions: tuple[int, ...]
-    own: Tensor | None = None
-    depth: int = 1
-
-
-@dataclass(slots=True)
-class LoaderCounts:
-    """What happened since the loader was made."""
-
-    hits: int = 0
-    misses: int = 0
-    copies: int = 0
-    bytes_copied: int = 0
-    by_label: dict[str, int] = field(default_factory=dict)
 
 
 class BlockLoader:
@@ -99,9 +86,9 @@ class BlockLoader:
         self._stream = device.stream("copy")
         self._ledger = ledger
         self._timeline = timeline
-        self._blocks: dict[int, _Block] = {}
-        self._block_of: dict[str, _Block] = {}
-        self._entries: dict[str, _Entry] = {}
+        self._blocks: dict[int, Block] = {}
+        self._block_of: dict[str, Block] = {}
+        self._entries: dict[str, Entry[Block]] = {}
         self._at = -1
         self.counts = LoaderCounts()
         self._views: dict[str, tuple[Tensor, ...]] = {}
@@ -113,22 +100,45 @@ class BlockLoader:
 
     def _make_blocks(self, blocks: Mapping[str, int], sizes: Mapping[int, int]) -> None:
         for index, size in sizes.items():
-            memory = self._device.allocate(size)
-            self._ledger.add("device", BLOCKS, size)
+            memory = self._first_memory(size)
             events = self._device.event(), self._device.event()
-            self._blocks[index] = _Block(index, memory, *events)
+            self._blocks[index] = Block(index, size, memory, *events)
         for label, index in blocks.items():
             self._block_of[label] = self._blocks[index]
         for label, cargo in self._cargos.items():
-            memory = self._block_of[label].memory
-            if cargo.nbytes > memory.numel():
+            if cargo.nbytes > self._block_of[label].size:
                 raise InternalError(f"{label!r} does not fit its block: {cargo.nbytes} bytes")
-            self._views[label] = cargo.views(memory)
+
+    def _first_memory(self, size: int) -> Tensor:
+        """Return what a block has before anything is copied to it."""
+        return self._allocate(size)
+
+    def _allocate(self, size: int) -> Tensor:
+        memory = self._device.allocate(size)
+        self._ledger.add("device", BLOCKS, size)
+        return memory
+
+    def _free(self, memory: Tensor) -> None:
+        self._device.free(memory)
+        self._ledger.remove("device", BLOCKS, memory.numel())
+
+    def _views_in(self, cargo: Cargo, block: Block) -> tuple[Tensor, ...]:
+        """Return a cargo's tensors in a block; those in its own are made once."""
+        if block is not self._block_of[cargo.label]:
+            return cargo.views(block.memory)
+        if cargo.label not in self._views:
+            self._views[cargo.label] = cargo.views(block.memory)
+        return self._views[cargo.label]
 
     @property
     def block_bytes(self) -> int:
         """Bytes of all blocks."""
         return sum(block.memory.numel() for block in self._blocks.values())
+
+    @property
+    def unclaimed_bytes(self) -> int:
+        """Bytes that the plan gives to blocks, and that they have not allocated now."""
+        return sum(block.size for block in self._blocks.values()) - self.block_bytes
 
     def enter(self, label: str) -> None:
         """Have a label's weights in before this returns, as the compute stream sees it."""
@@ -145,6 +155,10 @@ class BlockLoader:
         except BaseException:
             self.exit(label)
             raise
+
+    def block_of(self, label: str) -> int | None:
+        """Return the address of the storage that a label's weights are in now; None: nowhere."""
+        return storage_of_entry(self._entries.get(label))
 
     def join(self) -> None:
         """Let the compute stream wait for every copy that was queued so far."""
@@ -185,15 +199,14 @@ class BlockLoader:
             self.exit(label)
         settle(self._device)
         for block in blocks.values():
-            self._device.free(block.memory)
-            self._ledger.remove("device", BLOCKS, block.memory.numel())
+            if block.memory.numel():
+                self._free(block.memory)
         self._block_of.clear()
         self._views.clear()
         self._cargos.clear()
 
-    def _bring_in(self, cargo: Cargo) -> _Entry:
+    def _bring_in(self, cargo: Cargo) -> Entry[Block]:
         block = self._block_of[cargo.label]
-        views = self._views[cargo.label]
         if cargo.adopt() and block.content == cargo.label:
             block.content = None
         if block.has(cargo):
@@ -204,7 +217,7 @@ class BlockLoader:
                 other = self._idle_block(cargo)
                 if other is None:
                     return self._bring_apart(cargo)
-                block, views = other, cargo.views(other.memory)
+                block = other
             self._issue(cargo, block)
         try:
             self._device.wait(block.ready)
@@ -212,17 +225,18 @@ class BlockLoader:
             block.content = None  # what is in it now is nobody's
             raise
         block.users += 1
+        views = self._views_in(cargo, block)
         cargo.bind(views)
-        return _Entry(block, views, block.versions)
+        return Entry(block, views, block.versions)
 
-    def _idle_block(self, cargo: Cargo) -> _Block | None:
+    def _idle_block(self, cargo: Cargo) -> Block | None:
         """A block for a label whose own is taken; what was copied to it ahead is copied again."""
-        sizes = {index: block.memory.numel() for index, block in self._blocks.items()}
+        sizes = {index: block.size for index, block in self._blocks.items()}
         busy = {index for index, block in self._blocks.items() if block.users}
         index = idle_block(cargo.nbytes, sizes, busy)
         return None if index is None else self._blocks[index]
 
-    def _bring_apart(self, cargo: Cargo) -> _Entry:
+    def _bring_apart(self, cargo: Cargo) -> Entry[Block]:
         """Memory of its own for a label, as no block is free that is large enough."""
         if self.spare is not None and cargo.nbytes > self.spare:
             outer = [label for label in self._entries if label != cargo.label]
@@ -237,10 +251,12 @@ class BlockLoader:
         self._count(cargo)
         views = cargo.views(own)
         cargo.bind(views)
-        return _Entry(None, views, cargo.versions, own)
+        return Entry(None, views, cargo.versions, own)
 
-    def _issue(self, cargo: Cargo, block: _Block) -> None:
+    def _issue(self, cargo: Cargo, block: Block) -> None:
         """Queue a copy into a block that nobody computes with any more."""
+        if cargo.label not in self._entries:  # its tensors are at rest
+            cargo.adopt()
         if block.used:
             self._device.wait(block.last_use, self._stream)
         block.content = None
@@ -252,7 +268,7 @@ class BlockLoader:
         block.content, block.versions = cargo.label, versions
         self._count(cargo)
 
-    def _span(self, cargo: Cargo, block: _Block) -> AbstractContextManager[None]:
+    def _span(self, cargo: Cargo, block: Block) -> AbstractContextManager[None]:
         if self._timeline is None:
             return nullcontext()
         return self._timeline.span(
@@ -278,95 +294,3 @@ class BlockLoader:
             claimed.add(block.index)
             if not block.has(cargo):
                 self._issue(cargo, block)
-
-
-class DirectLoader:
-    """Brings each label in when it enters and lets it go when it leaves: no blocks, no order.
-
-    What discovery and profiling use, before there is a plan. ``nests`` gets what was in at once.
-    """
-
-    def __init__(
-        self, device: Device, cargos: Mapping[str, Cargo], ledger: Ledger, nests: set[Nest]
-    ) -> None:
-        self._nests = nests
-        self._device = device
-        self._cargos = dict(cargos)
-        self._ledger = ledger
-        self._inside: dict[str, _Entry] = {}
-        self.counts = LoaderCounts()
-
-    def enter(self, label: str) -> None:
-        """Copy a label's weights to memory of its own; a second enter changes nothing."""
-        cargo = self._cargos.get(label)
-        if cargo is None:
-            return
-        if label in self._inside:
-            self._inside[label].depth += 1
-            return
-        own = bring_apart(self._device, self._ledger, cargo)
-        self.counts.copies += 1
-        self.counts.bytes_copied += cargo.nbytes
-        views = cargo.views(own)
-        cargo.bind(views)
-        self._inside[label] = _Entry(None, views, cargo.versions, own)
-        if len(self._inside) > 1:
-            self._nests.add(tuple(self._inside))
-
-    def exit(self, label: str) -> None:
-        """Let a label's weights go when it was left as often as entered."""
-        entry = self._inside.get(label)
-        if entry is None or entry.own is None:
-            return
-        entry.depth -= 1
-        if entry.depth:
-            return
-        del self._inside[label]
-        cargo = self._cargos[label]
-        cargo.write_back(entry.views, entry.versions)
-        cargo.unbind()
-        give_back(self._device, self._ledger, label, entry.own)
-
-    def is_in(self, label: str) -> bool:
-        """Whether a label was entered and not left."""
-        return label in self._inside
-
-    def join(self) -> None:
-        """Do nothing: no copy is on its way when `enter` has returned."""
-
-    def close(self) -> None:
-        """Let every label go."""
-        for label, entry in list(self._inside.items()):
-            entry.depth = 1
-            self.exit(label)
-
-
-def bring_apart(device: Device, ledger: Ledger, cargo: Cargo) -> Tensor:
-    """Copy a cargo to memory of its own, before the caller's next operation."""
-    cargo.adopt()
-    own = device.allocate(cargo.nbytes)
-    try:
-        for target, source in cargo.copies(own):
-            device.copy(target, source, None, label=cargo.label)
-    except BaseException:
-        device.free(own)
-        raise
-    ledger.add("device", cargo.label, cargo.nbytes)
-    return own
-
-
-def give_back(device: Device, ledger: Ledger, label: str, own: Tensor) -> None:
-    """Free memory of a label's own, once its compute has ended."""
-    done = device.event()
-    device.record(done)
-    device.synchronize(done)
-    device.free(own)
-    ledger.remove("device", label, own.numel())
-
-
-def settle(device: Device) -> None:
-    """Wait for all copies; log those that failed."""
-    try:
-        device.synchronize()
-    except Exception as error:
-        log.warning("a copy that is not needed any more failed: %s", error)

@@ -160,7 +160,7 @@ class OffloadManager(PlanningManager):
             for experts in split:
                 self._patches.wrap_inside(experts.module, tensors.serve(experts, self.trap))
             for path, module in selection.units.items():
-                self._patches.wrap_forward(path, module, self.trap, compile_fn)
+                self._patches.wrap_forward(path, module, self.trap, self._block_of, compile_fn)
             self._watch_passes(model)
             self._patches.guard(model)
             self._begin(profile)
@@ -380,6 +380,9 @@ class OffloadManager(PlanningManager):
         finally:
             if self._tracker is not None:
                 self._tracker.exit_trap()
+
+    def _block_of(self, label: str) -> int | None:
+        return self._require("a unit").loader.block_of(label)
 
     def _computed(self, label: str) -> None:
         self.on_compute(label)

@@ -10,9 +10,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from modelopt_lite.errors import OffloadError
+from modelopt_lite.offload.cargo import is_plain
 
 log = logging.getLogger("modelopt_lite.offload")
 
@@ -50,9 +51,17 @@ class Patches:
         self._undo.append(call)
 
     def wrap_forward(
-        self, path: str, module: nn.Module, trap: OpenTrap, compile_fn: CompileFn | None = None
+        self,
+        path: str,
+        module: nn.Module,
+        trap: OpenTrap,
+        block_of: Callable[[str], int | None],
+        compile_fn: CompileFn | None = None,
     ) -> None:
         """Run a unit's forward inside of its trap; seed 002 names the marks.
+
+        ``block_of`` tells the storage that a label's weights are in while its trap is open: what
+        the unit returns of that is copied, as it will hold other weights soon.
 
         Raises:
             OffloadError: Another manager has patched it.
@@ -67,7 +76,7 @@ class Patches:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             with _Opened(trap, path):
-                result = run(*args, **kwargs)
+                result = _detached(run(*args, **kwargs), block_of(path))
             if torch.is_grad_enabled():
                 _refuse_gradients(path, result)
             return result
@@ -145,6 +154,19 @@ class _Opened:
     @uncompiled
     def __exit__(self, *details: Any) -> None:
         self._open.__exit__(*details)
+
+
+@uncompiled
+def _detached(result: Any, block: int | None) -> Any:
+    """Copy the tensors of a result that lie in a block."""
+
+    def in_block(leaf: object) -> bool:
+        plain = isinstance(leaf, Tensor) and is_plain(leaf)
+        return plain and leaf.untyped_storage().data_ptr() == block  # type: ignore[attr-defined]
+
+    if block is None or not any(map(in_block, tree_leaves(result))):
+        return result
+    return tree_map(lambda leaf: leaf.detach().clone() if in_block(leaf) else leaf, result)
 
 
 def _refuse_gradients(path: str, result: object) -> None:

@@ -25,6 +25,7 @@ from modelopt_lite.offload.cargo import (
 )
 from modelopt_lite.offload.config import OffloadConfig
 from modelopt_lite.offload.device import Device, new_buffer
+from modelopt_lite.offload.directloader import DirectLoader
 from modelopt_lite.offload.discovery import (
     ModuleTracker,
     OutsideReads,
@@ -32,8 +33,9 @@ from modelopt_lite.offload.discovery import (
     with_fields,
 )
 from modelopt_lite.offload.ledger import RESIDENT, Ledger
-from modelopt_lite.offload.loader import BlockLoader, DirectLoader
+from modelopt_lite.offload.loader import BlockLoader
 from modelopt_lite.offload.nesting import Nest
+from modelopt_lite.offload.ondemand import OnDemandLoader
 from modelopt_lite.offload.rowtensors import RowTensors
 from modelopt_lite.offload.selection import Selection
 from modelopt_lite.offload.stats import (
@@ -221,7 +223,8 @@ class TensorManager(RowTensors):
         plan = plan_within(compute, budget, free, self.resident_bytes, sorted(self._nests))
         self._apply(plan, [layer.label for layer in self._layers(order, free)])
         if budget is not None and isinstance(self.loader, BlockLoader):
-            self.loader.spare = budget - self.ledger.total("device")
+            taken = self.ledger.total("device") + self.loader.unclaimed_bytes
+            self.loader.spare = budget - taken
 
     def _layers(self, order: Sequence[str], budget: int | None) -> list[LayerStatistics]:
         """Return the labels to plan with.
@@ -254,9 +257,8 @@ class TensorManager(RowTensors):
         for label, block in blocks.items():
             sizes[block] = max(sizes.get(block, 0), self._cargos[label].nbytes)
         timeline = self.timeline if self._config.records_passes else None
-        self.loader = BlockLoader(
-            self._device, order, self._cargos, blocks, sizes, self.ledger, timeline
-        )
+        kind = OnDemandLoader if self._config.transfer_mode == "strategy" else BlockLoader
+        self.loader = kind(self._device, order, self._cargos, blocks, sizes, self.ledger, timeline)
         self.plan = plan
 
     def _lay_out(self, moving: Mapping[str, Sequence[Managed]]) -> None:

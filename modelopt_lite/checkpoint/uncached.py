@@ -26,6 +26,7 @@ ALIGN = 4096  # of positions, sizes and addresses; no disk asks for more
 ROOM = 2 << 20  # bytes of a window; stays in the second-level cache
 AHEAD = 2  # windows on their way while one is copied from: a disk wants more than one request
 _MOST = 1 << 30  # one preadv moves at most 2 GiB - 4 KiB on Linux
+_PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 WORTH_A_REQUEST = 1 << 20  # smaller ones lose a third of a disk's rate
 FLAG = getattr(os, "O_DIRECT", 0)  # 0: the system has no such reads
 
@@ -34,13 +35,18 @@ class _Window:
     """A part of a file in page-aligned memory."""
 
     def __init__(self) -> None:
-        self.room = mmap.mmap(-1, ROOM)
-        self.bytes = np.frombuffer(self.room, np.uint8)
+        # Private, for it to be a huge page, which a disk fills by one request.
+        room = mmap.mmap(-1, 2 * ROOM, flags=_PRIVATE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):
+                room.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(room, np.uint8)
+        self.bytes = whole[-whole.ctypes.data % ROOM :][:ROOM]
         self.start = self.end = 0
 
     def fill(self, fd: int, start: int, size: int = ROOM) -> _Window:
         self.start = self.end = start
-        self.end += os.preadv(fd, [memoryview(self.room)[:size]], start)
+        self.end += os.preadv(fd, [self.bytes.data[:size]], start)
         return self
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import threading
 import time
 import traceback
@@ -499,3 +500,19 @@ def test_a_machine_without_accelerator_gets_the_host(monkeypatch: pytest.MonkeyP
         pinned = torch.zeros(2)
         assert device.pin(pinned, "host_register") is pinned
         assert device.name.startswith("host ")
+
+
+@pytest.mark.parametrize("nbytes", [1, 5000, 1 << 21, (5 << 20) + 3])
+def test_a_host_buffer_begins_at_a_page(nbytes: int) -> None:
+    device = HostDevice()
+    with torch.inference_mode():
+        buffer = device.allocate(nbytes)
+    page = 1 << 21 if nbytes >= 1 << 21 else mmap.PAGESIZE
+    assert buffer.data_ptr() % page == 0
+    assert (buffer.shape, buffer.dtype) == ((nbytes,), torch.uint8)
+    assert not buffer.is_inference()
+    buffer.fill_(7)
+    assert int(buffer.sum(dtype=torch.int64)) == 7 * nbytes
+    assert device.used == nbytes
+    device.free(buffer)
+    assert device.used == 0

@@ -160,6 +160,18 @@ def test_without_need_nothing_is_split() -> None:
         assert not [label for label in tensors.labels if "[" in label]
 
 
+def test_experts_that_are_computed_at_once_stay_whole_where_one_block_fits() -> None:
+    model = build("qwen3_moe", "batched_mm")
+    expected = run(model)
+    outside = whole_bytes(model) - 2 * layer_bytes(model)
+    device = HostDevice(int(outside + 1.5 * layer_bytes(model)))
+    with offloaded(model, device, ["model.layers.*"]) as manager:
+        for _ in range(5):
+            assert torch.equal(run(model), expected)
+        assert manager.phase is Phase.INFERENCE
+        assert not [x for x in manager.get_tensor_manager().labels if "[" in x]  # type: ignore[union-attr]
+
+
 def test_code_that_reads_all_experts_at_once_is_refused() -> None:
     model = build("qwen3_moe", "batched_mm")
     with (

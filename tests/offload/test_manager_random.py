@@ -17,6 +17,11 @@ from modelopt_lite.offload.simdevice import SimDevice
 from modelopt_lite.offload.stats import TransferCurve
 from modelopt_lite.offload.strategies import GreedyStrategy, NthLayerStrategy
 
+MODES: list[dict[str, Any]] = [
+    {},
+    {"transfer_mode": "strategy"},
+    {"profile_mode": "torch_function", "transfer_mode": "strategy"},
+]
 FEW = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -60,7 +65,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "orders": draw(st.lists(some | st.just(list(range(count))), min_size=4, max_size=8)),
         "rate": draw(st.sampled_from([10.0, 1e3, 1e5])),
         "blocking": draw(st.booleans()),
-        "indirect": draw(st.booleans()),
+        "mode": draw(st.sampled_from(MODES)),
         "strategy": draw(
             st.builds(Everything, st.integers(1, 4))
             | st.builds(
@@ -82,15 +87,12 @@ def test_every_order_gives_the_same_bits(case: dict[str, Any]) -> None:
     device = SimDevice(
         1 << 20, curve=lambda size: size / case["rate"], host_blocks=case["blocking"]
     )
-    fields = {"profile_mode": "torch_function", "transfer_mode": "strategy"}
     orders = [list(range(len(case["sizes"]))), *case["orders"]]
     with torch.no_grad():
         expected = []
         for model.order in orders:
             expected.append(model(x))
-        with offloaded(
-            model, device, load_strategy=case["strategy"], **(fields if case["indirect"] else {})
-        ) as manager:
+        with offloaded(model, device, load_strategy=case["strategy"], **case["mode"]) as manager:
             for model.order, bits in zip(orders, expected, strict=True):
                 assert_same(model(x), bits)
             assert manager.phase is Phase.INFERENCE
@@ -102,21 +104,24 @@ def test_every_order_gives_the_same_bits(case: dict[str, Any]) -> None:
     st.dictionaries(*[st.integers(0, 3)] * 2, max_size=3),
     st.floats(0.3, 1.0),
     st.sampled_from([None, NthLayerStrategy(1), GreedyStrategy()]),
+    st.sampled_from(["allocation_block_transfer", "strategy"]),
 )
 def test_a_budget_is_kept_or_refused(
-    sizes: list[int], calls: dict[int, int], part: float, strategy: Any
+    sizes: list[int], calls: dict[int, int], part: float, strategy: Any, mode: str
 ) -> None:
     count = len(sizes)
     model = Chain(sizes, {a: b for a, b in calls.items() if a < count and b < count})
     model.order = list(range(count))
     total = sum(p.nbytes for p in model.parameters())
-    smallest = run_within(model, int(total * part), total, strategy)
+    smallest = run_within(model, int(total * part), total, strategy, mode)
     if smallest is not None:
         assert int(total * part) < smallest
-        assert run_within(model, smallest, max(total, smallest), strategy) is None
+        assert run_within(model, smallest, max(total, smallest), strategy, mode) is None
 
 
-def run_within(model: Chain, budget: int, total: int, strategy: Any) -> int | None:
+def run_within(
+    model: Chain, budget: int, total: int, strategy: Any, mode: Any = "strategy"
+) -> int | None:
     """Run a model within a budget; return the smallest one where that is refused."""
     x = torch.ones(3)
     device = SimDevice(2 * total, curve=lambda size: size / 1e3)
@@ -125,7 +130,9 @@ def run_within(model: Chain, budget: int, total: int, strategy: Any) -> int | No
         manager = OffloadManager(device=device)
         manager.on_compute = lambda label: device.compute(label, 1.0)
         part = (budget + 0.5) / (2 * total)
-        config = OffloadConfig(**QUICK, load_strategy=strategy, max_gpu_mem_fraction=part)
+        config = OffloadConfig(
+            **QUICK, load_strategy=strategy, max_gpu_mem_fraction=part, transfer_mode=mode
+        )
         manager.offload(model, config)
         try:
             for _ in range(6):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from modelopt_lite.offload.device import HostDevice
 from modelopt_lite.offload.disk import open_from_disk
 from modelopt_lite.offload.manager import OffloadManager, Phase
 from modelopt_lite.offload.simdevice import SimDevice
+from modelopt_lite.offload.strategies import NthLayerStrategy
 
 WIDTH = 200
 INDIRECT: dict[str, Any] = {"profile_mode": "torch_function", "transfer_mode": "strategy"}
@@ -50,6 +52,7 @@ def offloaded(model: nn.Module, device: Any, **fields: Any) -> Iterator[OffloadM
     manager = OffloadManager(device=device)
     if isinstance(device, SimDevice):
         manager.on_compute = lambda label: device.compute(label, 1.0)
+    fields.setdefault("load_strategy", NthLayerStrategy(1))  # all of them come and go
     manager.offload(model, OffloadConfig(include_patterns=["*"], profiling_iters=2, **fields))
     try:
         yield manager
@@ -130,6 +133,72 @@ def test_weights_that_are_loaded_between_passes_are_used(device: Any, mode: dict
             assert_same(model, reference, x_of())
             assert_same_state(model, reference)
     assert_same_state(model, reference)
+
+
+@both_devices
+@both_modes
+def test_weights_that_are_loaded_over_those_on_disk_are_used(
+    device: Any, mode: dict[str, Any], tmp_path: Path
+) -> None:
+    reference = stack()
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    before = (tmp_path / "model.safetensors").read_bytes()
+    model = open_from_disk(stack, tmp_path)
+    with offloaded(model, device(), **mode):
+        for index in range(8):
+            assert_same(model, reference, x_of())
+            if index % 2:
+                name = f"{index % 5}.linear.weight"
+                new = {**reference.state_dict(), name: torch.randn(WIDTH, WIDTH)}
+                reference.load_state_dict(new)
+                model.load_state_dict(new)
+            assert_same_state(model, reference)
+    assert_same(model, reference, x_of())
+    assert_same_state(model, reference)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+class Shows(nn.Module):
+    """Returns a view of its weight beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"x": x @ self.weight, "weights": [self.weight, self.weight.t()[:3]]}
+
+
+class ShowsAll(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Shows() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.layers:
+            found = layer(x)
+            x = found["x"]
+            kept.append(found["weights"])
+        for whole, some in kept:
+            x = x @ whole + (x @ some.t()).sum()
+        return x
+
+
+@both_devices
+@both_modes
+def test_weights_that_a_unit_returns_keep_their_values(device: Any, mode: dict[str, Any]) -> None:
+    torch.manual_seed(4)
+    reference = ShowsAll().eval().requires_grad_(False)
+    model = copy.deepcopy(reference)
+    manager = OffloadManager(device=(place := device()))
+    if isinstance(place, SimDevice):
+        manager.on_compute = lambda label: place.compute(label, 1.0)
+    fields: dict[str, Any] = {"load_strategy": NthLayerStrategy(1), "profiling_iters": 2, **mode}
+    manager.offload(model, OffloadConfig(include_patterns=["layers.*"], **fields))
+    assert_same(model, reference, x_of(), passes=6)
+    assert manager.phase is Phase.INFERENCE
+    manager.release()
 
 
 def attention() -> nn.Module:
@@ -250,3 +319,24 @@ def test_another_thread_is_refused_and_does_no_harm(warm: int) -> None:
         assert_same(model, reference, x_of(), passes=6)
         assert manager.phase is Phase.INFERENCE
     assert_same_state(model, reference)
+
+
+@both_devices
+def test_memory_on_demand_is_of_the_size_of_the_unit(device: Any) -> None:
+    widths = [WIDTH, 4 * WIDTH, WIDTH, WIDTH, WIDTH, WIDTH, WIDTH]
+    pairs = itertools.pairwise(widths)
+    reference = nn.Sequential(*(nn.Linear(*pair) for pair in pairs)).requires_grad_(False)
+    used: dict[str, list[int]] = {}
+    for mode in ("allocation_block_transfer", "strategy"):
+        model, place = copy.deepcopy(reference), device()
+        fields: dict[str, Any] = {"transfer_mode": mode, "load_strategy": NthLayerStrategy(1)}
+        with offloaded(model, place, **fields) as manager:
+            assert_same(model, reference, x_of(), passes=4)
+            assert manager.phase is Phase.INFERENCE
+            found = used.setdefault(mode, [])
+            for layer in model:
+                layer.register_forward_hook(lambda *_, p=place, f=found: f.append(p.used))
+            assert_same(model, reference, x_of())
+    assert len(set(used["allocation_block_transfer"])) == 1
+    assert max(used["strategy"]) <= used["allocation_block_transfer"][0]
+    assert min(used["strategy"]) < 0.5 * used["allocation_block_transfer"][0]
