@@ -55,6 +55,8 @@ class OffloadConfigError(ModelOptLiteError, ValueError):
 class OffloadConfigFileError(OffloadConfigError, FileNotFoundError):
     """The file of the offload configuration does not exist."""
 
+    code = "MOL321"
+
 
 class OffloadError(ModelOptLiteError, RuntimeError):
     """An offloaded model, or its manager, was asked for something that it cannot do now."""
