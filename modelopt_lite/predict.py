@@ -327,12 +327,17 @@ def _weights_without_data(job: Job) -> int:
 
 
 def _queued(job: Job) -> int:
-    """Bytes of results that wait to be written: those of a unit, up to the writer's limit."""
+    """Bytes of results that wait to be written: those of a unit, up to the writer's limit.
+
+    A tensor above the limit waits alone, and those of its matrix until it is made.
+    """
     of_unit: dict[str, int] = {}
+    largest = 0
     for m in job.plan.matrices:
         size = sum(math.prod(part.shape) * part.dtype.itemsize for part in m.parts)
         of_unit[m.unit] = of_unit.get(m.unit, 0) + size
-    return min(QUEUE_LIMIT, max(of_unit.values(), default=0))
+        largest = max(largest, size)
+    return max(largest, min(QUEUE_LIMIT, max(of_unit.values(), default=0)))
 
 
 def staging(job: Job) -> int:

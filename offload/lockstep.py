@@ -100,7 +100,6 @@ class Lockstep:
         leave: Called with its name when every pass that waited has left it.
         parts: Unit -> its parts, in the order in which they run. Where a pass asks for one with
             `want`, it is suspended there until all that ask for it do; the unit stays in.
-        left: Called each time that one pass has left a unit.
         skips: Whether the current pass runs through the unit without its weights, and so does not
             wait for it; asked each time that a pass comes to a unit.
         waiting: Keeps what suspended passes hold within a budget.
@@ -115,7 +114,6 @@ class Lockstep:
         enter: Callable[[str], None],
         leave: Callable[[str], None],
         parts: Mapping[str, Sequence[str]] | None = None,
-        left: Callable[[], None] = lambda: None,
         skips: Callable[[str], bool] = lambda name: False,
         waiting: Waiting | None = None,
     ) -> None:
@@ -128,7 +126,6 @@ class Lockstep:
         self._order |= {
             part: position for names in self._parts.values() for position, part in enumerate(names)
         }
-        self._left = left
         self._skips = skips
         self._waiting = waiting
         self._hub: greenlet | None = None
@@ -212,7 +209,6 @@ class Lockstep:
         for job in jobs:
             if job.unit == name:
                 self._resume(job, outside)
-                self._left()
         parts = self._parts.get(name, ())
         while wanted := {job.unit for job in jobs if job.unit and job.unit in parts}:
             self._run_unit(min(wanted, key=parts.index), jobs, outside)

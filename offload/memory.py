@@ -8,7 +8,7 @@ import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _LARGE = 1 << 20
-_TOP = 8 << 20
+_MOST = 32 << 20  # the highest threshold that glibc takes for blocks of their own
 _KERNEL_CACHE = "64"
 
 
@@ -20,11 +20,11 @@ def bound_caches() -> None:
     value that the user set stays.
 
     glibc serves activations from holes that earlier work left in its heap, and such pages stay in
-    the process when they are freed: 100 MB more or less by chance. With the holes filled, blocks of
-    a megabyte or more are mapped, and go back to the system at once. Smaller ones at the heap's end
-    do when there are eight megabytes of them: the temporaries of one piece of a matrix, taken and
-    freed thousands of times, would else be new pages each time. Threads share one heap: each would
-    else have one of its own, with holes of its own, and grow by 1 MB a layer.
+    the process when they are freed: 100 MB more or less by chance. So the holes are filled. What
+    is freed at the heap's end stays for the next operation, up to 32 MB, and goes back when a layer
+    is left (`release_freed`): mapped block by block, or trimmed each time, activations would be
+    new pages each time, for the kernel to clear. Threads share one heap: each would else have
+    one of its own, with holes of its own, and grow by 1 MB a layer.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNEL_CACHE)
     os.environ.setdefault("LRU_CACHE_CAPACITY", _KERNEL_CACHE)
@@ -32,8 +32,7 @@ def bound_caches() -> None:
         libc.mallopt(_M_ARENA_MAX, 1)
         libc.malloc_trim(0)
         _fill_holes(libc)
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
-        libc.mallopt(_M_TRIM_THRESHOLD, _TOP)
+        libc.mallopt(_M_TRIM_THRESHOLD, _MOST)
 
 
 def release_freed() -> None:
@@ -56,7 +55,7 @@ class _HeapInfo(ctypes.Structure):
 
 def _fill_holes(libc: ctypes.CDLL) -> None:
     """Take every large hole of the heap for good, without touching it: it costs addresses only."""
-    libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the highest: what follows must come from the heap
+    libc.mallopt(_M_MMAP_THRESHOLD, _MOST)  # what follows must come from the heap
     for size in (16 * _LARGE, 4 * _LARGE, _LARGE, _LARGE // 4, _LARGE // 16):
         while True:
             before = libc.mallinfo2().arena

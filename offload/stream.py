@@ -138,7 +138,6 @@ class StreamedModel:
             enter=self._enter,
             leave=self._leave,
             parts=parts,
-            left=release_freed,
             skips=skips,
             waiting=waiting,
         )

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-QUEUE_LIMIT = 64 << 20
+QUEUE_LIMIT = 16 << 20
 Task = Callable[[], None]
 Ticket = threading.Event
 
