@@ -14,6 +14,7 @@ from modelopt_lite.calibrate.data import CalibData
 from modelopt_lite.errors import DegradedError
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.in_memory import export_hf, quantize
+from modelopt_lite.offloading import OffloadChoice
 from modelopt_lite.output import staged
 from modelopt_lite.preview import dry_run
 from modelopt_lite.progress import Progress, make_progress
@@ -41,7 +42,7 @@ def quantize_and_export(
     batch_size: int | None = None,
     dialect: str | Sequence[str] = "modelopt",
     numerics: Numerics = "exact",
-    offload: Literal["auto", "none"] = "auto",
+    offload: OffloadChoice = "auto",
     ep: int | None = None,
     device: str | torch.device | None = None,
     device_memory: Size | None = None,
@@ -79,7 +80,9 @@ def quantize_and_export(
         dialect: Names, shapes and config files of the export: "modelopt"; "compressed-tensors";
             or several or "both" of one run, each in a folder of its name below ``export_dir``.
         numerics: "exact"; or "modelopt" for the bytes of NVIDIA Model Optimizer 0.47.
-        offload: "auto" brings decoder layers in one at a time; "none" holds the whole model.
+        offload: "auto" brings decoder layers in one at a time; "none" holds the whole model. An
+            `OffloadConfig`, or the `OffloadPlan` of `plan_offload`, says which parameters come
+            and go, and how many bytes of weights there may be (docs/offload.md).
         ep: Of several processes (torchrun), how many share the experts of a layer; default the
             largest number that divides both theirs and that of the experts.
         device: Where the model runs; default the accelerator if there is one, else the CPU.
@@ -165,6 +168,7 @@ def _run(request: Request, searched: float) -> Report:
     if searched:
         report.seconds["choose formats"] = searched
     predicted = request.prediction()
+    report.notes += request.notes
     report.predicted_memory_bytes = predicted.host_peak
     outlook = make_outlook(job, predicted, request.budgets, request.data)
     with torch.random.fork_rng(devices=[]), make_progress(options.progress, outlook) as tell:

@@ -36,11 +36,13 @@ class Budgets:
         host: Resident memory of the process.
         device: Weights, activations and results where the model runs; on a CPU part of ``host``.
         disk: Temporary files.
+        weights: Weights where the model runs, by an offload configuration.
     """
 
     host: int | None = None
     device: int | None = None
     disk: int | None = None
+    weights: int | None = None
 
     def met_by(self, prediction: Prediction) -> bool:
         """Whether a run as foretold keeps to them."""
@@ -48,6 +50,7 @@ class Budgets:
             (self.host, prediction.host_peak),
             (self.device, prediction.work_peak),
             (self.disk, prediction.disk_scratch),
+            (self.weights, int(prediction.work["weights"])),
         )
         return all(have is None or need <= have for have, need in pairs)
 
@@ -61,14 +64,15 @@ class Budgets:
             ("host_memory", self.host, least.host_peak, {**least.process, **least.work}),
             ("device_memory", self.device, least.work_peak, least.work),
             ("disk_scratch", self.disk, least.disk_scratch, {}),
+            ("offload: the budget of weights", self.weights, int(least.work["weights"]), {}),
         ):
             if have is not None and have < need:
                 most = sorted(parts.items(), key=lambda part: -part[1])[:3]
                 what = ", ".join(f"{name} {size:,}" for name, size in most)
                 raise RecipeError(
-                    f"{name} is {have:,} bytes, and the smallest that can be met is {need:,} "
-                    f"({what}); give that, or less to calibrate with (calib_size, calib_seq_len, "
-                    "batch_size)"
+                    f"{name} is {have:,} bytes, and the smallest that can be met is {need:,}"
+                    f"{f' ({what})' if what else ''}; give that, or less to calibrate with "
+                    "(calib_size, calib_seq_len, batch_size)"
                 )
 
 
@@ -96,9 +100,10 @@ def make_schedule(job: Job, budgets: Budgets, foretell: Foretell, *, stream: boo
 
     Without budgets three layers are in memory: one is read, one computes, one is quantized and
     written. Searches of scales take most of a run's time, and would keep what entered two layers:
-    there a layer is quantized before the next one computes, and two are in memory. What budgets
-    leave beyond the least that the run takes is for reading further ahead. Where one layer is too
-    much, waiting activations go to disk, and then experts come in a few at a time.
+    there a layer is quantized before the next one computes, and two are in memory. So it is with
+    several processes, which must ask one another in one order. What budgets leave beyond the least
+    that the run takes is for reading further ahead. Where one layer is too much, waiting
+    activations go to disk, and then experts come in a few at a time.
 
     Args:
         job: The run; its plan is changed where experts come in a few at a time.
@@ -121,17 +126,21 @@ def _least(
     schedule = Schedule(
         units=job.unit_bytes()[0] if stream else None,
         scratch=budgets.disk,
-        overlapped=not job.plan.recipe.algorithm.needs_inputs,
+        overlapped=not job.plan.recipe.algorithm.needs_inputs and job.degrees is None,
     )
     least = foretell(budget=schedule.units, waiting=None)
     if not stream or budgets.met_by(least):
         return schedule, least
-    if budgets.disk != 0:
+    if budgets.disk != 0 and not replace(budgets, weights=None).met_by(least):
         schedule = replace(schedule, waiting=0)
         least = foretell(budget=schedule.units, waiting=0)
     room = min(
         have - need
-        for have, need in ((budgets.host, least.host_peak), (budgets.device, least.work_peak))
+        for have, need in (
+            (budgets.host, least.host_peak),
+            (budgets.device, least.work_peak),
+            (budgets.weights, int(least.work["weights"])),
+        )
         if have is not None
     )
     if room < 0 and job.plan.needs_calibration:
@@ -149,9 +158,10 @@ def _filled(job: Job, budgets: Budgets, schedule: Schedule, least: Prediction) -
         for have, need in ((budgets.host, least.host_peak), (budgets.device, least.work_peak))
         if have is not None
     ]
-    if not spare:
-        return replace(schedule, units=job.unit_bytes(3 if schedule.overlapped else 2)[1])
-    return replace(schedule, units=int(least.work["weights"]) + max(min(spare), 0))
+    units = job.unit_bytes(3 if schedule.overlapped else 2)[1]
+    if spare:
+        units = int(least.work["weights"]) + max(min(spare), 0)
+    return replace(schedule, units=min(units, budgets.weights or units))
 
 
 def make_outlook(
@@ -168,7 +178,14 @@ def make_outlook(
     )
 
 
-def read_budgets(given: Mapping[str, Size | None], device: torch.device, folder: Path) -> Budgets:
+def read_budgets(
+    given: Mapping[str, Size | None],
+    device: torch.device,
+    folder: Path,
+    *,
+    weights: int | None = None,
+    share: float | None = None,
+) -> Budgets:
     """Read budgets: sizes ("32GiB", a count of bytes) or fractions ("50%", 0.5) of what there is.
 
     Args:
@@ -178,12 +195,17 @@ def read_budgets(given: Mapping[str, Size | None], device: torch.device, folder:
             FT_DEVICE_MEMORY and FT_DISK_SCRATCH.
         device: Where the model runs.
         folder: Where temporary files go; it, or a folder above it, exists.
+        weights: The most bytes of weights where the model runs,
+        share: or a part of what is there.
 
     Raises:
         RecipeError: No such size.
     """
     existing = next(p for p in (folder, *folder.parents) if p.exists())
+    if share is not None:
+        weights = int(share * _device_total(device))
     return Budgets(
+        weights=weights,
         host=_budget("host_memory", given, _host_total),
         device=_budget("device_memory", given, lambda: _device_total(device)),
         disk=_budget("disk_scratch", given, lambda: shutil.disk_usage(existing).free),

@@ -75,6 +75,14 @@ class RunOptions:
     offload: Annotated[
         str, _option(_RESOURCES, "auto: one decoder layer at a time; none: the whole model.")
     ] = "auto"
+    offload_config: Annotated[
+        str | None,
+        _option(
+            _RESOURCES,
+            "A .yaml, .json or .ini file of an OffloadConfig, in the place of --offload: which "
+            "parameters come and go. FT_ variables go before it.",
+        ),
+    ] = None
     ep: Annotated[
         int | None,
         _option(_RESOURCES, "Of several processes (torchrun), how many share a layer's experts."),
@@ -124,8 +132,17 @@ class RunOptions:
     progress: Annotated[bool, _option(_OUTPUT, "Show how far the run is.")] = True
 
     def arguments(self) -> dict[str, Any]:
-        """Return the options by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return the options by name, as `modelopt_lite.quantize_and_export` takes them.
+
+        Raises:
+            OffloadConfigError: Of ``offload_config``.
+        """
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        if (path := found.pop("offload_config")) is not None:
+            from modelopt_lite.offload.config_sources import load_config
+
+            found["offload"] = load_config(path)
+        return found
 
 
 def with_run_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -55,6 +55,7 @@ def collector_paused() -> Iterator[None]:
 class Job:
     """What a run works on.
 
+    ``resident`` are units that stay in memory once they were read.
     ``model`` is None where the plan was made without one; ``also`` has the plans of further
     dialects, written in the same run. ``degrees`` says how experts are sharded over ranks, of which
     this process is ``rank``; None for one process. A part has at most ``share`` experts then.
@@ -70,6 +71,7 @@ class Job:
     degrees: Degrees | None = None
     rank: int = 0
     share: int = 0
+    resident: frozenset[str] = frozenset()
 
     @property
     def own_units(self) -> list[Unit]:
@@ -124,10 +126,15 @@ class Job:
             largest = max(self.unit_sizes())
             return largest, 2 * largest
         store = self.store()
-        sizes = {unit: store.bytes_of(unit) for unit in self.own_units}
-        whole = sum(size for unit, size in sizes.items() if not unit.name)
+        sizes = {u: store.bytes_of(u) for u in self.own_units if not self.stays(u)}
+        whole = sum(store.bytes_of(unit) for unit in self.own_units if self.stays(unit))
         layer = max((size for unit, size in sizes.items() if unit.is_layer), default=0)
-        return whole + max(sizes.values()), whole + max(layers * layer, *sizes.values())
+        largest = max(sizes.values(), default=0)
+        return whole + largest, whole + max(layers * layer, largest)
+
+    def stays(self, unit: Unit) -> bool:
+        """Whether a unit stays in memory once it was read; what belongs to no unit does."""
+        return not unit.name or unit.name in self.resident
 
     def unit_sizes(self) -> list[int]:
         """Return the bytes of each unit: of tensors on disk, decoded, or of the model's entries."""

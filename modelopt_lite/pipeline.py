@@ -85,6 +85,7 @@ def run_calibrated(
                 entered=walk.entered,
                 leaving=walk.leaving,
                 finished=log.finished_layers,
+                resident=job.resident,
                 again=walk.again if exporter.sequential else None,
             )
         )

@@ -288,15 +288,15 @@ def weights_in_memory(
     ]
     if budget is None:
         return sum(sizes)
-    whole = sum(size for unit, size in zip(units, sizes, strict=True) if not unit.name)
-    by_name = {unit.name: size for unit, size in zip(units, sizes, strict=True)}
+    sized = list(zip(units, sizes, strict=True))
+    whole = sum(size for unit, size in sized if job.stays(unit))
+    by_name = {unit.name: size for unit, size in sized if not job.stays(unit)}
+    moving = [unit for unit in units if not job.stays(unit)]
     # A part comes in while its layer is there.
-    named = [by_name[u.name] + by_name.get(u.parent or "-", 0) for u in units if u.name]
+    named = [by_name[u.name] + by_name.get(u.parent or "-", 0) for u in moving]
     # A unit comes in while the one before it may still be waited for by the writer.
     pairs = max((a + b for a, b in pairwise(named)), default=sum(named))
-    return whole + max(
-        pairs, _most_in_a_row([by_name[u.name] for u in units if u.name], budget - whole)
-    )
+    return whole + max(pairs, _most_in_a_row([by_name[u.name] for u in moving], budget - whole))
 
 
 def _most_in_a_row(sizes: Sequence[int], budget: int) -> int:

@@ -79,7 +79,7 @@ def dry_run(
     described["parallel"] = _parallel(request)
     described["search"] = settled.search
     described["reuses_export"] = reused is not None
-    described["notes"] += notes + _reuse(request, reused)
+    described["notes"] += [*notes, *request.notes, *_reuse(request, reused)]
     described["problems"] = [{"code": e.code, "message": str(e)} for e in problems]
     return described
 

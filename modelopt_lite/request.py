@@ -30,6 +30,7 @@ from modelopt_lite.dialects.known import dialect_names
 from modelopt_lite.errors import OutputError, RecipeError
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.job import Job, prepare
+from modelopt_lite.offloading import OffloadChoice, apply_offload, check_offload
 from modelopt_lite.output import (
     check_export_dir,
     check_free_space,
@@ -63,7 +64,7 @@ class Options:
     batch_size: int | None = None
     dialect: str | Sequence[str] = "modelopt"
     numerics: Numerics = "exact"
-    offload: Literal["auto", "none"] = "auto"
+    offload: OffloadChoice = "auto"
     ep: int | None = None
     device: str | torch.device | None = None
     device_memory: Size | None = None
@@ -95,6 +96,7 @@ class Request:
             `finished` was called.
         budgets: Bytes that the run may take, once `make_schedule` was called;
         schedule: and what it decided.
+        notes: What of an offload configuration does not count, then.
     """
 
     options: Options
@@ -105,6 +107,7 @@ class Request:
     differing: Sequence[str] = field(default_factory=tuple)
     budgets: Budgets = field(default_factory=Budgets)
     schedule: Schedule = field(default_factory=Schedule)
+    notes: Sequence[str] = ()
     _foretell: Foretell | None = None
 
     def load_data(self) -> None:
@@ -159,8 +162,12 @@ class Request:
         )
         stream = options.offload != "none"
         self.schedule = Schedule(units=job.unit_bytes()[0] if stream else None)
+        offloading = apply_offload(job, options.offload)
+        stream, self.notes = offloading.stream, offloading.notes
         given = {name: getattr(options, name) for name in SIZES}
-        self.budgets = read_budgets(given, job.device, self.target)
+        self.budgets = read_budgets(
+            given, job.device, self.target, weights=offloading.weights, share=offloading.share
+        )
         self.schedule = make_schedule(job, self.budgets, self._foretell, stream=stream)
 
     def prediction(self) -> Prediction:
@@ -275,7 +282,6 @@ def make_request(
 
 def _check_choices(options: Options) -> None:
     dialect_names(options.dialect)
-    if options.offload not in ("auto", "none"):
-        raise RecipeError(f'offload must be "auto" or "none", got {options.offload!r}')
+    check_offload(options.offload)
     if not 0 <= options.seed < 1 << 64:
         raise RecipeError(f"seed is {options.seed}; give a number from 0 to 2**64 - 1")

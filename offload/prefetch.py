@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from types import TracebackType
 
 from modelopt_lite.offload.store import Loaded, WeightStore
@@ -23,17 +23,27 @@ class Prefetcher:
         budget: Bytes of units in memory, those in use and those ahead. A unit that alone is larger
             is read when it is asked for and nothing else can be dropped: a budget of one unit reads
             nothing ahead.
+        resident: Units that stay in memory once they were read, to the end.
 
     Attributes:
         peak: The most bytes of units that were in memory at a time.
         late: How many units were not in memory, nor on their way, when they were asked for.
     """
 
-    def __init__(self, store: WeightStore, order: Sequence[Unit], *, budget: int) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        order: Sequence[Unit],
+        *,
+        budget: int,
+        resident: Container[str] = (),
+    ) -> None:
         self._store = store
         self._order = list(order)
         self._position = {unit.name: index for index, unit in enumerate(self._order)}
         self._budget = budget
+        self._resident = resident
+        self._staying: dict[str, Loaded] = {}
         self._next = 0
         self._ready: dict[str, Loaded] = {}
         self._reading: str | None = None
@@ -57,6 +67,8 @@ class Prefetcher:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+        while self._staying:
+            self._store.release(self._staying.popitem()[1])
 
     def take(self, unit: Unit) -> Loaded:
         """Return a unit's weights, in memory; `done` gives the memory back.
@@ -65,6 +77,8 @@ class Prefetcher:
             CheckpointError: It cannot be read.
         """
         with self._changed:
+            if (loaded := self._staying.get(unit.name)) is not None:
+                return loaded
             self._make_way(unit)
             while unit.name not in self._ready and self._reading == unit.name:
                 self._changed.wait()
@@ -77,7 +91,10 @@ class Prefetcher:
         return self._store.load(unit)
 
     def done(self, loaded: Loaded) -> None:
-        """Give the memory of a unit back; from any thread."""
+        """Give the memory of a unit back, unless it stays; from any thread."""
+        name = loaded.unit.name
+        if name in self._resident and self._staying.setdefault(name, loaded) is loaded:
+            return
         size = self._store.bytes_of(loaded.unit)
         self._store.release(loaded)
         with self._changed:

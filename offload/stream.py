@@ -39,7 +39,7 @@ class StreamedModel:
         leaving: Called with a unit before it leaves the model, and with a function that gives its
             memory back: to be called, from any thread, when nothing reads the unit any more.
         finished: Layers that passes are not expected to run any more.
-        resident: Units that stay in the model for the whole run.
+        resident: Units that stay in memory once they were read, and are not read again.
         again: Called with a layer that all passes have run through; they then run through it once
             more, with the same inputs, and go on with what it returns then. None: they run once.
 
@@ -62,7 +62,7 @@ class StreamedModel:
     ) -> None:
         self._model = model
         self._store = store
-        kept = [unit for unit in units if not unit.name or unit.name in resident]
+        kept = [unit for unit in units if not unit.name]
         # A dict, for its order; entries that no unit module holds are among them.
         self._kept = {unit.name: unit for unit in kept}
         units = [*kept, *(unit for unit in units if unit.name not in self._kept)]
@@ -78,6 +78,7 @@ class StreamedModel:
             store,
             expected_order(model, [u for u in units if u.name not in finished]),
             budget=sys.maxsize if budget is None else budget,
+            resident=resident,
         )
 
     def __enter__(self) -> StreamedModel:

@@ -33,7 +33,8 @@ RUN_FLAGS = """
     --batch-size --calib-data --calib-seq-len --calib-size --device --device-memory --dialect
     --disk-scratch --effective-bits --ep --export-dir --host-memory --kv-cache --max-shard-size
     --model-type --moe-calibrate-all-experts --no-progress --no-resume --no-verify --numerics
-    --offload --on-bad-shape --overwrite --progress --recipe --resume --search-dir --seed --strict
+    --offload --offload-config --on-bad-shape --overwrite --progress --recipe --resume
+    --search-dir --seed --strict
     --trust-remote-code --verify -o -r
 """
 FLAGS = {
@@ -87,6 +88,7 @@ def test_flags_are_frozen() -> None:
 def test_options_are_those_of_the_library() -> None:
     parameters = inspect.signature(modelopt_lite.quantize_and_export).parameters
     wanted = {name: p.default for name, p in parameters.items() if name != "ckpt"}
+    wanted["offload_config"] = None  # a file, that the library takes as an object
     assert {f.name: f.default for f in dataclasses.fields(RunOptions)} == wanted
 
 

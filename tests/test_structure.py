@@ -28,7 +28,7 @@ LAYERS = (
     ("request", "fidelity"),
     ("run", "evaluate"),
     ("pipeline", "data_free"),
-    ("budgets", "finishing", "resume"),
+    ("budgets", "finishing", "offloading", "resume"),
     ("predict",),
     ("sharding",),
     ("job",),
