@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_lite.checkpoint.reader import byte_view
-from modelopt_lite.errors import InternalError
+from modelopt_lite.errors import InternalError, OutputError
 
 Returned = Callable[[int, str, Any], None]
 
@@ -69,19 +69,37 @@ class StepWriter:
 
         Raises:
             NotReplayableError: It is something else than tensors of floating-point numbers.
+            OutputError: The disk is full, or failed.
         """
-        self._outputs[index] = self._write(value)
+        try:
+            self._outputs[index] = self._write(value)
+        except OSError as error:
+            raise self._full(error) from error
 
     def finish(self) -> Step:
-        """Bring everything to the disk; from any thread."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Bring everything to the disk; from any thread.
+
+        Raises:
+            OutputError: The disk is full, or failed.
+        """
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._full(error) from error
         self.close()
         return Step(self._outputs, self._path.name)
 
+    def _full(self, error: OSError) -> OutputError:
+        return OutputError(
+            f"what layers return cannot be kept in {self._path.parent} ({error.strerror}); free "
+            "some space there"
+        )
+
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; what is still in its buffer may find no room, and is not needed."""
+        with suppress(OSError):
+            self._file.close()
 
     def _write(self, value: Any) -> Any:
         if value is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from modelopt_lite import quantize_and_export
 from modelopt_lite.build import build_meta_model
 from modelopt_lite.checkpoint.dequant import open_source
-from modelopt_lite.checkpoint.journal import has_entries
+from modelopt_lite.checkpoint.journal import JOURNAL, has_entries
 from modelopt_lite.checkpoint.reader import Checkpoint
-from modelopt_lite.errors import NonFiniteError
+from modelopt_lite.errors import NonFiniteError, OutputError
 from modelopt_lite.job import Job, prepare
 from modelopt_lite.naming import UnclearNamesError
 from modelopt_lite.recipes import load_recipe
@@ -195,6 +197,40 @@ def test_goes_on_behind_what_is_finished(
     assert all(len(set(a.units) & set(b.units)) <= 1 for a in stops for b in stops if a is not b)
     assert report.bytes_read < unbroken.bytes_read
     assert report.relative_errors == unbroken.relative_errors
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.usefixtures("small_units")
+def test_a_disk_that_fills_up_again_and_again(
+    workers: int, checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full after so many writes, resumes included: each run goes on where the one before ended."""
+    monkeypatch.setattr("modelopt_lite.run.quantizer_count", lambda _: workers)
+    source = checkpoint("qwen3_moe")
+    run(source, tmp_path / "a")
+    real, room = os.pwrite, 0
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room -= 1
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    finished = []
+    for more in (40, 40, 40, 10**6):
+        room = more
+        if more < 10**6:
+            with pytest.raises(OutputError, match=r"are free .*what is finished stays"):
+                run(source, tmp_path / "b")
+            journal = tmp_path / ".b.partial" / JOURNAL / "journal.jsonl"
+            finished.append(journal.read_bytes().count(b"\n"))
+        else:
+            run(source, tmp_path / "b")
+    assert finished[0] < finished[1] < finished[2]
+    assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
     assert not list(tmp_path.glob(".*"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ import torch
 from modelopt_lite import quantize_and_export
 from modelopt_lite.checkpoint.journal import Journal, difference, has_entries
 from modelopt_lite.errors import NonFiniteError, OutputError
+from modelopt_lite.offload.replay import StepWriter
 from modelopt_lite.report import REPORT_FILE, Report
 
 MakeCheckpoint = Callable[..., Path]
@@ -129,6 +131,44 @@ def test_a_full_disk_keeps_what_is_finished(
     assert hashes(tmp_path / "b") == hashes(tmp_path / "a")
 
 
+@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize("where", ["journal", "outputs"])
+def test_a_disk_that_fills_up_beside_the_export(
+    where: str,
+    after: int,
+    checkpoint: MakeCheckpoint,
+    token_batches: list[torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the journal, or in what layers return: what was noted before stays."""
+    source = checkpoint("llama", num_hidden_layers=4)
+    run(source, tmp_path / "a", token_batches)
+    owner, name = (Journal, "add") if where == "journal" else (StepWriter, "finish")
+    real, calls = getattr(owner, name), []
+
+    def full(self: Any, *args: Any) -> Any:
+        calls.append(args)
+        if len(calls) <= after:
+            return real(self, *args)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", no_space)
+            return real(self, *args)
+
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(OutputError, match=r"No space left.*free some space.*what is finished stay"):
+        run(source, tmp_path / "b", token_batches)
+    monkeypatch.setattr(owner, name, real)
+    again = Interrupt()
+    run(source, tmp_path / "b", token_batches, progress=again)
+    assert hashes(tmp_path / "b") == hashes(tmp_path / "a")
+    assert len(again.layers) < 4
+
+
+def no_space(fd: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize("error", [NonFiniteError, ZeroDivisionError])
 def test_other_errors_leave_nothing(
     error: type[Exception],
@@ -168,14 +208,15 @@ def test_a_file_that_was_cut_is_noticed(
 # --- killed
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "w4a16_nvfp4"])
 def test_killed_at_any_moment(
-    checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
+    recipe: str, checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
 ) -> None:
     """Twenty kill -9; see tests/helpers/killing.py."""
     source = checkpoint("qwen3_moe", num_hidden_layers=4)
     torch.save(token_batches, tmp_path / "batches.pt")
     script = Path(__file__).parent / "helpers" / "killing.py"
-    command = [sys.executable, str(script), str(source), str(tmp_path), "20"]
+    command = [sys.executable, str(script), str(source), str(tmp_path), "20", recipe]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

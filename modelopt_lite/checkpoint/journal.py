@@ -50,11 +50,20 @@ class Journal:
             self._write([header])
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Append an entry; on return it is on disk. Call it when what it speaks of is."""
-        with (self.folder / _FILE).open("ab") as file:
-            file.write(_line(entry))
-            file.flush()
-            os.fsync(file.fileno())
+        """Append an entry; on return it is on disk. Call it when what it speaks of is.
+
+        Raises:
+            OutputError: The disk is full, or failed; what was noted before stays.
+        """
+        try:
+            with (self.folder / _FILE).open("ab") as file:
+                file.write(_line(entry))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OutputError(
+                f"{self.folder}: the journal cannot be written ({error.strerror}); free some space"
+            ) from error
 
     def _write(self, lines: list[Mapping[str, Any]]) -> None:
         try:
