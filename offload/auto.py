@@ -149,6 +149,12 @@ class _Planner:
             include_patterns=include, exclude_patterns=exclude, max_gpu_mem_fraction=fraction
         )
         experts = {path: len(_experts(block)) or _stacked(block) for path, block in self.blocks}
+        groups = tuple(self._groups(choice, sum(resident.values())))
+        if groups and any(stacked_parameters(getattr(b, "experts", None)) for _, b in self.blocks):
+            self.notes.append(
+                "stacked experts come in by groups, which needs them computed one by one: "
+                "set_experts_implementation('eager')"
+            )
         return OffloadPlan(
             model_type=self.model_type,
             has_spec=self.spec is not None,
@@ -156,7 +162,7 @@ class _Planner:
             units=units,
             resident=resident,
             moe_blocks=experts,
-            expert_groups=tuple(self._groups(choice, sum(resident.values()))),
+            expert_groups=groups,
             ep_bytes=self._ep_bytes(experts),
             budget=self.budget,
             config=config,
@@ -210,11 +216,6 @@ class _Planner:
     def _tell(self, choice: _Choice, blocks: int) -> None:
         if choice.split:
             self.notes.append("two layers exceed the budget and are split into parts")
-            if any(stacked_parameters(getattr(b, "experts", None)) for _, b in self.blocks):
-                self.notes.append(
-                    "stacked experts come in by groups, which needs them computed one by one: "
-                    "set_experts_implementation('eager')"
-                )
         if blocks == 1:
             self.notes.append("the budget holds one block: nothing is brought in ahead of time")
 

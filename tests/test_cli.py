@@ -341,8 +341,8 @@ def test_plan_shows_how_inference_is_offloaded(tmp_path: Path) -> None:
     whole = sum(sizes.values()) + buffers
     assert sum(offload["units"].values()) + sum(offload["resident"].values()) == whole
     assert offload["ep_bytes"]["1"] == sum(sizes.values())
-    small = json.loads(run(*given, "--json", "--device-memory", "3MB").stdout)["offload"]
-    assert small["expert_groups"] or small["refused"]
+    small = json.loads(run(*given, "--json", "--device-memory", "1500kB").stdout)["offload"]
+    assert small["expert_groups"]
 
 
 def tiny_model() -> Any:
