@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import sys
 import tempfile
 import time
@@ -104,6 +105,12 @@ def absent(spec: ModelSpec) -> str:
     return ""
 
 
+def told(error: Exception) -> str:
+    """Return an error in one line, without the folders of whoever ran this."""
+    message = re.sub(r"/\S*/site-packages/", "", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {re.sub(r'/tmp/[^ :]+', '(folder)', message)}"
+
+
 def export(source: Path, recipe: str, dialect: str) -> str:
     """Export once, audit included; return "ok", or the error's first line."""
     with tempfile.TemporaryDirectory() as folder:
@@ -118,10 +125,10 @@ def export(source: Path, recipe: str, dialect: str) -> str:
                 progress=False,
             )
         except ModelOptLiteError as error:
-            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return told(error)
         except Exception as error:  # a fault of ours or of the model: told, and the run goes on
             traceback.print_exc(limit=-3)
-            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return told(error)
     return "ok" if report.quantized else "nothing was quantized"
 
 
@@ -134,7 +141,7 @@ def examine(spec: ModelSpec, exports: Sequence[tuple[str, str]]) -> dict[str, st
         try:
             why = save_small(spec.model_type, source)
         except Exception as error:  # config and model classes may raise anything
-            why = f"no small model: {type(error).__name__}: {' '.join(str(error).split())}"
+            why = f"no small model: {told(error)}"
         if why:
             return {"": why}
         return {f"{d}/{r}": export(source, r, d) for d, r in exports}
@@ -143,7 +150,7 @@ def examine(spec: ModelSpec, exports: Sequence[tuple[str, str]]) -> dict[str, st
 def table(results: dict[str, dict[str, dict[str, str]]]) -> str:
     """Return docs/models.md: types by release, and below it what does not export and why."""
     releases = sorted(results, key=Version)
-    types = [spec.model_type for spec in get_specs()]
+    types = sorted(spec.model_type for spec in get_specs())
     columns = [f"{d}/{r}" for d, recipes in EXPORTS.items() for r in recipes]
     lines = [
         "# Models and formats",

@@ -8,14 +8,13 @@ from modelopt_lite.models.specs import (
     ExpertStorageSpec,
     ModelSpec,
     MoESpec,
-    NamingSpec,
     PTQSpec,
 )
 
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.24.0.
 # Names on disk: files written by save_pretrained of the same release.
-# DiffusionGemmaDecoderTextLayer: the name in earlier releases.
-# No norm_feeds: encoder and decoder share their weights, and folds could not be proven.
+# No norm_feeds: encoder and decoder share their weights, and folds could not be
+# proven. No naming_spec: names of both were not told apart.
 SPEC = register(
     ModelSpec(
         model_type="diffusion_gemma",
@@ -29,19 +28,12 @@ SPEC = register(
         ptq_spec=PTQSpec(
             layer_names=("DiffusionGemmaDecoderTextLayer",),
             router_names=("self_attn", "router"),
-            skip_modules=("*decoder*", "*encoder*"),
+            skip_modules=("*vision_tower*", "*embed_vision*", "*self_conditioning*"),
             fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
         ),
         expert_storage_spec=ExpertStorageSpec(
             linear_names=("gate_proj", "up_proj", "down_proj"),
             stacked_names=("gate_up_proj", "down_proj"),
-            shared_expert_names=("mlp",),
-        ),
-        naming_spec=NamingSpec(
-            layer_linear_names=("gate_proj", "up_proj", "down_proj"),
-            layer_lists=("model.decoder.layers",),
-            embedding_names=(),
-            is_tied=True,
         ),
     )
 )

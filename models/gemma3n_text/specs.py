@@ -15,7 +15,7 @@ SPEC = register(
         "gemma3n_text",
         ptq_spec={
             "layer_names": ("Gemma3nTextDecoderLayer",),
-            "skip_modules": ("**", "*embed_tokens_per_layer", "*per_layer_model_projection"),
+            "skip_modules": ("*altup*", "*embed_tokens_per_layer", "*per_layer_model_projection"),
             "norm_feeds": (("pre_feedforward_layernorm", ("mlp.gate_proj", "mlp.up_proj")),),
         },
         naming_spec={

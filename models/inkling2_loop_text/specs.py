@@ -147,12 +147,7 @@ SPEC = register(
                 "wr_du",
                 "wv_dv",
             ),
-            layer_lists=(
-                "model.llm.attn_res.attn_queries.0",
-                "model.llm.attn_res.mlp_queries.0",
-                "model.llm.attn_res.mlp_queries.1",
-                "model.llm.layers",
-            ),
+            layer_lists=("model.llm.layers",),
             embedding_names=("model.llm.embed",),
             head_names=("lm_head", "model.llm.unembed"),
         ),

@@ -20,6 +20,7 @@ from modelopt_lite.models import (
     ExpertStorageSpec,
     ModelSpec,
     MoESpec,
+    NamingSpec,
     PTQSpec,
     get_specs,
     is_moe,
@@ -27,6 +28,7 @@ from modelopt_lite.models import (
     match_moe_block,
 )
 from modelopt_lite.models.specs import STRUCTURAL_PTQ, _spec_sections
+from modelopt_lite.offload.patterns import match_part
 
 installed = Version(transformers.__version__)
 
@@ -152,6 +154,16 @@ def test_a_name_is_given_once(spec: ModelSpec) -> None:
             if isinstance(value, tuple) and field.name != "key_value_names":
                 assert len(set(value)) == len(value), field.name
     assert len(dict(ptq(spec).norm_feeds)) == len(ptq(spec).norm_feeds)
+
+
+@every_record
+def test_globs_leave_the_linear_layers_that_the_spec_names(spec: ModelSpec) -> None:
+    """A glob that is too wide would leave a whole model as it is, without an error."""
+    naming = spec.naming_spec or NamingSpec()
+    for path in naming.layer_lists:
+        for role in naming.layer_linear_names or ("q_proj", "down_proj"):
+            name = f"{path}.0.mixer.{role}"
+            assert not [g for g in ptq(spec).skip_modules if match_part(g, name)], name
 
 
 @every_moe_record

@@ -1,0 +1,1 @@
+"""Facts about Gemma 3n with its towers."""
