@@ -45,8 +45,9 @@ FLAGS = {
         --activations --batch-size --device --json --max-tokens --no-activations --no-progress
         --progress --seq-len --text --trust-remote-code
     """,
-    "specs check": "--json",
+    "specs check": "--ckpt --json --trust-remote-code",
     "specs list": "--json",
+    "specs new": "--json --to --trust-remote-code",
     "specs show": "--json",
     "recipes list": "--json",
     "recipes show": "--json",

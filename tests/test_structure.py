@@ -19,6 +19,8 @@ PACKAGE = ROOT / "modelopt_lite"
 LAYERS = (
     ("__main__",),
     ("cli",),
+    ("cli_specs",),
+    ("cli_show",),
     ("cli_options", "plan_view"),
     ("report_view",),
     ("api",),

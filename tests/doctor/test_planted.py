@@ -79,7 +79,7 @@ PLANTED: list[tuple[str, str, dict[str, Any], str, str]] = [
         "expert_storage_spec",
         {"shared_expert_names": ("shared_experts",)},
         "",
-        "remove",
+        "'shared_expert'",
     ),
     ("qwen3_moe", "expert_storage_spec", {"container": "mlps"}, "expert_storage_spec", "container"),
     ("gemma3", "ptq_spec", {"skip_modules": ("*multi_modal_projector*",)}, "", "vision_tower"),
