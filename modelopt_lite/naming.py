@@ -168,7 +168,7 @@ class _Reading:
                 routers = tuple(f"{block}{name}." for name in ptq.router_names)
                 shapes = [s for inside, s in layer.shapes.items() if inside.startswith(routers)]
                 if found not in [set(range(shape[0])) for shape in shapes if shape]:
-                    raise UnclearNamesError(
+                    raise UnlikeLayersError(
                         f"{layer.path}.{container} has {counted(len(found), 'expert')}, and its "
                         "router another number of outputs"
                     )

@@ -105,8 +105,10 @@ def _experts_of(module: nn.Module) -> tuple[tuple[nn.Module, ...], dict[str, tor
         if is_stack and not isinstance(child, _CONVOLUTIONS) and not list(child.children()):
             stacks[name] = own[0]
     sizes = {p.shape[0] for p in stacks.values()}
-    if len(stacks) >= 2 and len(sizes) == 1 and (count := sizes.pop()) > 1:
-        return (), stacks, count
+    # Some keep rows for experts without weights, which pass on what they read, in the first stack.
+    alike = len(sizes) == 1 or "expert" in type(module).__name__.casefold()
+    if len(stacks) >= 2 and alike and min(sizes) > 1:
+        return (), stacks, min(sizes)
     return (), {}, 0
 
 

@@ -16,6 +16,7 @@ from modelopt_lite.doctor.disk import check_names
 from modelopt_lite.doctor.experts import check_arithmetic, check_layout
 from modelopt_lite.doctor.feeds import check_feeds
 from modelopt_lite.doctor.findings import Checked, Finding, Status
+from modelopt_lite.doctor.folds import check_norm_folds
 from modelopt_lite.doctor.instance import (
     CannotBuildError,
     Instance,
@@ -136,6 +137,7 @@ def examine(spec: ModelSpec, made: list[Instance]) -> Subject:
     check_arithmetic(subject)
     check_names(subject)
     check_feeds(subject)
+    check_norm_folds(subject)
     check_norms(subject)
     check_folds(subject)
     check_sharding(subject)

@@ -36,7 +36,11 @@ def _blocks(subject: Subject, made: Instance) -> None:
             )
         return
     for block in found:
-        if moe.block_names and not moe.matches(block.module):
+        if not moe.block_names or moe.matches(block.module):
+            continue
+        if "atten" in block.path.casefold():
+            subject.open(f"moe_spec.block_names: not {block.path}, experts of an attention")
+        else:
             subject.wrong(
                 "moe_spec.block_names",
                 f"{moe.block_names} match no class of {block.path}, a "
@@ -45,7 +49,11 @@ def _blocks(subject: Subject, made: Instance) -> None:
             )
     experts = {type(b.module) for blocks in subject.blocks.values() for b in blocks}
     for path, module in made.model.named_modules():
-        if moe.block_names and moe.matches(module) and type(module) not in experts:
+        if not (moe.block_names and moe.matches(module)) or type(module) in experts:
+            continue
+        if not (moe.expert_linear_names or subject.storage.stacked_names):
+            subject.open(f"moe_spec.block_names: the experts of {path} are of an unknown kind")
+        else:
             subject.wrong(
                 "moe_spec.block_names",
                 f"{moe.block_names} match {path}, a {type(module).__name__}, which holds no "
@@ -56,7 +64,8 @@ def _blocks(subject: Subject, made: Instance) -> None:
 
 def _unused_blocks(subject: Subject) -> None:
     moe = subject.spec.moe_spec
-    if moe is not None and not any(subject.blocks.values()):
+    described = moe is not None and (moe.expert_linear_names or subject.storage.stacked_names)
+    if described and not any(subject.blocks.values()):
         subject.wrong(
             "moe_spec",
             "no model that could be built has a mixture of experts",

@@ -98,7 +98,7 @@ def _experts(subject: Subject, made: Instance, tensors: dict[str, TensorShape]) 
     for name, info in tensors.items():
         parent, _, leaf = name.removesuffix(".weight").rpartition(".")
         known = leaf in storage.stacked_names and storage.container_above(parent) is not None
-        if len(info.shape) == 3 and known:
+        if len(info.shape) in (2, 3) and known:
             stacked.add(leaf)
     if single and single != set(storage.linear_names):
         subject.wrong(
@@ -106,7 +106,8 @@ def _experts(subject: Subject, made: Instance, tensors: dict[str, TensorShape]) 
             f"{storage.linear_names}, and single experts on disk have {listed(single)}",
             f"name gate, up and down among {listed(single)}",
         )
-    if not single and not stacked:
+    names = storage.linear_names or storage.stacked_names
+    if names and not single and not stacked:
         three = {n for n, info in tensors.items() if len(info.shape) == 3}
         subject.wrong(
             "expert_storage_spec",

@@ -77,18 +77,23 @@ def _groups(subject: Subject, ran: list[Instance]) -> None:
 
 
 def readers_of_norms(subject: Subject, made: Instance, layer: nn.Module) -> Feeds:
-    """Return which linears, routers and experts of a layer read each norm's very output."""
+    """Return which linears, routers and experts of a layer read each norm's very output.
+
+    Readers whose input is not as wide as the norm are left out: they read several heads at once.
+    """
     norms = norms_in(layer)
     chosen = _routers_and_experts(subject, made)
+    whole = tuple(f"{name}." for name, m in layer.named_modules() if m in chosen)
     places = {made.outputs[m].data_ptr(): n for n, m in norms.items() if m in made.outputs}
     seen: dict[str, set[str]] = {}
     for name, module in layer.named_modules():
         wanted = isinstance(module, nn.Linear) or module in chosen
-        if wanted and module in made.inputs and module not in set(norms.values()):
-            norm = places.get(made.inputs[module].data_ptr())
-            inner = any(name.startswith(f"{n}.") for n, m in layer.named_modules() if m in chosen)
-            if norm is not None and not inner:
-                seen.setdefault(norm, set()).add(name)
+        if not wanted or module not in made.inputs or name in norms or name.startswith(whole):
+            continue
+        given = made.inputs[module]
+        norm = places.get(given.data_ptr())
+        if norm is not None and given.shape[-1] == layer.get_parameter(f"{norm}.weight").numel():
+            seen.setdefault(norm, set()).add(name)
     return {norm: frozenset(names) for norm, names in seen.items()}
 
 
@@ -101,7 +106,7 @@ def _routers_and_experts(subject: Subject, made: Instance) -> set[nn.Module]:
     return found
 
 
-def _stated(subject: Subject, made: Instance, layer: nn.Module) -> Feeds:
+def stated_readers(subject: Subject, made: Instance, layer: nn.Module) -> Feeds:
     """Apply ``norm_feeds`` to a layer: readers that it has, of the norm's width."""
     stated: dict[str, set[str]] = {}
     for norm, readers in subject.ptq.norm_feeds:
@@ -133,12 +138,17 @@ def _norms(subject: Subject, ran: list[Instance]) -> None:
         for path, layer in subject.layers(made).items():
             if layer not in made.inputs:
                 continue
-            seen, stated = readers_of_norms(subject, made, layer), _stated(subject, made, layer)
+            seen, stated = (
+                readers_of_norms(subject, made, layer),
+                stated_readers(subject, made, layer),
+            )
             unseen -= set(stated) & set(norms_in(layer))
             for norm in listed_norms & set(norms_in(layer)):
                 have, said = seen.get(norm, frozenset()), stated.get(norm, frozenset())
-                missing = have - said
+                # A router may be named by the linear layer inside of it.
+                missing = {n for n in have - said if not any(s.startswith(f"{n}.") for s in said)}
                 extra = {n for n in said - have if child_of(layer, n) in made.inputs}
+                extra -= {n for n in extra for r in have if n.startswith(f"{r}.")}
                 extra -= _copies(subject, made, layer)
                 if missing or extra:
                     _report(subject, f"{path}.{norm}", norm, missing, extra, have)

@@ -30,7 +30,7 @@ _PLAIN = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 _OTHERS = ("SEQ_TO_SEQ_CAUSAL_LM", "TEXT_TO_WAVEFORM", "TOKEN_CLASSIFICATION")
 _GENERATES = ("ForCausalLM", "ForConditionalGeneration", "ForBlockDiffusion")
 _TOKENS = 12
-_MOST_PARAMETERS = 30_000_000  # 120 MB in float32
+_MOST_PARAMETERS = 60_000_000  # 240 MB in float32
 _REPAIRS = 4  # fields that a class reads and its config lacks, added one at a time
 _FORMS = (Sizes(), Sizes(fill=True), Sizes(other=True), Sizes(fill=True, other=True))
 

@@ -42,7 +42,7 @@ _COUNTS: tuple[tuple[str, int], ...] = (
     (r"(moe_)?num_(local_)?experts|n_routed_experts|(num_)?routed_experts|moe_num_experts", 4),
     (r"(zero_expert_num|n_zero_experts)", 2),
     (
-        r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k(_experts)?|experts_per_token|index_topk.*",
+        r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k(_experts)?|experts_per_token",
         2,
     ),
     (r"(n|num)_shared_experts?|moe_num_shared_experts", 1),
@@ -114,7 +114,10 @@ def shrink(config: Any, sizes: Sizes) -> dict[str, Any]:
     small: dict[str, Any] = {}
     for key, value in values.items():
         if hasattr(value, "model_type") and hasattr(value, "to_dict"):
-            own = {k: v for k, v in value.to_diff_dict().items() if k != "transformers_version"}
+            # What the config around it set differs from the class's own defaults.
+            changed = value.to_diff_dict().items()
+            own = {k: v for k, v in changed if isinstance(v, bool | int | float | str)}
+            own.pop("transformers_version", None)
             small[key] = {**own, "model_type": value.model_type, **shrink(value, sizes)}
         elif value == 1 and value is not True and sizes.fill and _EXPERTS.fullmatch(key):
             small[key] = _number(key, 1 << 20, sizes)
