@@ -36,7 +36,8 @@ def _blocks(subject: Subject, made: Instance) -> None:
             )
         return
     for block in found:
-        if not moe.block_names or moe.matches(block.module):
+        left = any(match_part(glob, block.path) for glob in subject.ptq.skip_modules)
+        if left or not moe.block_names or moe.matches(block.module):
             continue
         if "atten" in block.path.casefold():
             subject.open(f"moe_spec.block_names: not {block.path}, experts of an attention")
@@ -145,7 +146,8 @@ def _layers(subject: Subject, made: Instance) -> None:
     lists = {
         path: layers
         for path, layers in layer_lists(made.model).items()
-        if inside is None or layers[0] in inside
+        if (inside is None or layers[0] in inside)
+        and not any(match_part(glob, path) for glob in subject.ptq.skip_modules)
     }
     kinds = {type(layer).__name__ for layers in lists.values() for layer in layers}
     if not names:

@@ -29,7 +29,7 @@ def check_names(subject: Subject) -> None:
         _outside(subject, made)
         _experts(subject, made, tensors)
         used |= _roles(subject, made)
-        if subject.spec.naming_spec is not None:
+        if subject.spec.naming_spec is not None and made.kind == "causal LM":
             _by_names(subject, made, tensors, config)
     naming = subject.spec.naming_spec
     if naming is not None and (extra := set(naming.layer_linear_names) - used):

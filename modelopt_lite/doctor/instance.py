@@ -186,7 +186,7 @@ def _in_all_forms(build: Callable[[Sizes], Instance]) -> list[Instance]:
         if shape not in found or (found[shape].not_run and not made.not_run):
             found[shape] = made
     if not found:
-        raise CannotBuildError(errors[0])
+        raise CannotBuildError("; and ".join(dict.fromkeys((errors[0], errors[1]))))
     kept = [made for made in found.values() if not made.not_run] or list(found.values())
     if all(made.optional for made in kept):
         for made in kept:

@@ -24,7 +24,7 @@ _WIDTHS: tuple[tuple[str, int], ...] = (
     (r"merged_hidden_size|downsample_hidden_size", 32),
     (r"(.*_)?hidden_size|d_model|embed_dim|n_embd|decoder_dim|hidden_dim", 8),
     (
-        r"(vision_)?output_dim|projector_(in|out)put_dim|(.*_)?adapter_in_dim|downsample_channels|output_channels",
+        r"(vision_)?output_dim|projector_(in|out)put_dim|(.*_)?adapter_(in_dim|input_size)|downsample_channels|output_channels",
         8,
     ),
     (r"qk_head_dim", 4),
@@ -52,6 +52,7 @@ _COUNTS: tuple[tuple[str, int], ...] = (
     ),
     (r"(num_)?(moe_)?topk_groups?|first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
     (r"mamba_(n|num)_heads", 8),
+    (r"indexer_kv_heads", 1),
     (r"linear_num_key_heads", 2),
     (r"linear_num_value_heads", 4),
     (r"(.*_)?(num_key_value|kv_n|num_kv|kv)_heads", 2),
@@ -79,9 +80,10 @@ _MOST_LAYERS = 8
 _NEEDED = re.compile(
     r"sliding_window|(moe_)?num_(local_)?experts|n_routed_experts|num_experts_per_tok|moe_topk|top_k_experts|"
     r"(n|num)_shared_experts|num_(global_)?key_value_heads|head_dim|moe_intermediate_size|"
-    r"shared_expert_intermediate_size|indexer_.*|ngram_vocab_size_base|clip_qkv"
+    r"shared_expert_intermediate_size|indexer_.*|ngram_vocab_size_base|clip_qkv|eos_token_id"
 )
 
+_MISSING: dict[str, int | float] = {"rope_theta": 10000.0, "spatial_merge_size": 2}
 _EXPERTS = re.compile(r"(moe_)?num_(local_)?experts|n_routed_experts|moe_topk|num_experts_per_tok")
 _TWO_FORMS = re.compile(r"q_lora_rank|moe_latent_size")
 _MOE_SWITCH = re.compile(r"is_moe|enable_moe(_block)?|use_moe")
@@ -125,6 +127,8 @@ def shrink(config: Any, sizes: Sizes) -> dict[str, Any]:
             made = _number(key, value, sizes)
             if made != value:
                 small[key] = made
+        elif isinstance(value, list | tuple) and key in ("hidden_sizes", "depths"):
+            small[key] = [min(v, 8 * sizes.unit if key == "hidden_sizes" else 1) for v in value]
         elif value is None and sizes.fill and _NEEDED.fullmatch(key):
             small[key] = _number(key, 1 << 20, sizes)
         elif value is None and sizes.fill and key in ("layer_types", "mlp_layer_types"):
@@ -142,8 +146,8 @@ def shrink(config: Any, sizes: Sizes) -> dict[str, Any]:
 
 def missing_value(key: str, sizes: Sizes) -> int | float | None:
     """Return a value for a field that a class reads and has no default for; None if unknown."""
-    if key == "rope_theta":
-        return 10000.0
+    if key in _MISSING:
+        return _MISSING[key]
     value = _number(key, 1 << 20, sizes)
     return value if value < 1 << 20 else None
 
@@ -198,7 +202,8 @@ def _layers(values: Mapping[str, Any], small: dict[str, Any]) -> None:
     lists = {
         key: value
         for key, value in values.items()
-        if isinstance(value, list | tuple) and len(value) == count > 1 and key not in counts
+        if isinstance(value, list | tuple) and len(value) == count > 1
+        if key not in counts and key not in small
     }
     kinds: dict[tuple[Any, ...], int] = {}
     for position, kind in enumerate(zip(*lists.values(), strict=True)):

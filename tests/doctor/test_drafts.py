@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import subprocess
 import sys
@@ -18,11 +19,11 @@ from typer.testing import CliRunner
 from modelopt_lite.cli import app
 from modelopt_lite.doctor.check import examine
 from modelopt_lite.doctor.draft import Draft, draft_spec
-from modelopt_lite.doctor.instance import Instance, instances
+from modelopt_lite.doctor.instance import CannotBuildError, Instance, instances, known_here
 from modelopt_lite.doctor.new import write_first_draft
 from modelopt_lite.doctor.source import source_of
 from modelopt_lite.errors import OutputError, SpecError
-from modelopt_lite.models import ModelSpec, MoESpec, get_spec, specs
+from modelopt_lite.models import ModelSpec, MoESpec, get_spec, get_specs, specs
 
 installed = Version(transformers.__version__)
 TYPES = ("deepseek_v3", "gpt_oss", "mixtral", "nemotron_h", "qwen2_moe", "qwen3_moe")
@@ -133,6 +134,25 @@ def test_what_cannot_be_drafted_is_refused(
     folder = None if "folder to write" in said else str(tmp_path)
     with pytest.raises(SpecError, match=said):
         write_first_draft(what, folder)
+
+
+@pytest.mark.skipif("DRAFT_ALL_TYPES" not in os.environ, reason="minutes: nox -s drafts")
+def test_drafts_agree_for_nearly_all_types() -> None:
+    """Over all types with experts that the installed release can build."""
+    same, other = [], []
+    for spec in get_specs():
+        early = installed < Version(spec.min_transformers_version or "0")
+        if spec.moe_spec is None or spec.modeling_source == "remote_code" or early:
+            continue
+        try:
+            made = instances(spec.model_type) if known_here(spec.model_type) else []
+        except CannotBuildError:
+            made = []
+        if made and made[0].kind != "encoder-decoder":
+            draft = draft_spec(spec.model_type, made, remote_code=False).spec
+            (same if agree(draft.moe_spec, spec.moe_spec) else other).append(spec.model_type)
+    print(f"{len(same)} of {len(same) + len(other)} agree; not {', '.join(other)}")
+    assert len(same) >= 0.95 * (len(same) + len(other)), other
 
 
 def test_agreement_can_fail() -> None:
