@@ -134,6 +134,14 @@ def clients(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def drafts(session: nox.Session) -> None:
+    """Draft the spec of every type with experts anew, and compare it with the registered one."""
+    install(session, "-e", ".", *group("test"))
+    env = {**PASSIVE, "DRAFT_ALL_TYPES": "1"}
+    session.run("pytest", "-q", "-s", "tests/doctor/test_drafts.py", *session.posargs, env=env)
+
+
+@nox.session(default=False)
 def real(session: nox.Session) -> None:
     """Quantize two trained models with every preset, and measure perplexity and divergence."""
     install(session, ".", *group("real"))

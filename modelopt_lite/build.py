@@ -37,7 +37,7 @@ def build_meta_model(
     from accelerate import init_empty_weights
 
     dtype = model_dtype(config_json)
-    config = _load_config(source, config_json, trust_remote_code=trust_remote_code)
+    config = load_config(source, config_json, trust_remote_code=trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise SpecError(
             f"the checkpoint {source} is an encoder-decoder ({config_json.get('model_type')!r}); "
@@ -74,7 +74,14 @@ def _compute_buffers(module: nn.Module, owner: Any) -> None:
         _compute_buffers(child, owner)
 
 
-def _load_config(source: Path, config_json: dict[str, Any], *, trust_remote_code: bool) -> Any:
+def load_config(source: Path, config_json: dict[str, Any], *, trust_remote_code: bool) -> Any:
+    """Return the checkpoint's config, as an object of the class that transformers has for it.
+
+    Raises:
+        RemoteCodeError: Its code comes with the checkpoint and was not trusted.
+        SpecError: The installed transformers does not know the architecture.
+        CheckpointError: transformers rejects the config.
+    """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -10,7 +10,6 @@ had to fall back; 130 interrupted.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import signal
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,11 +21,19 @@ from rich.text import Text
 from modelopt_lite import __version__
 from modelopt_lite.cli_audit import diff, verify
 from modelopt_lite.cli_options import RunOptions, with_run_options
-from modelopt_lite.cli_show import AsJson, print_json, set_up_torch, show, show_error
+from modelopt_lite.cli_show import (
+    AsJson,
+    Trust,
+    plain,
+    print_json,
+    set_up_torch,
+    show,
+    show_error,
+)
+from modelopt_lite.cli_specs import specs_app
 from modelopt_lite.errors import (
     DegradedError,
     ModelOptLiteError,
-    SpecError,
     loading_specs,
 )
 
@@ -58,7 +65,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-specs_app = typer.Typer(no_args_is_help=True, help="What is known about models.")
 recipes_app = typer.Typer(no_args_is_help=True, help="What to quantize, and how.")
 app.add_typer(specs_app, name="specs")
 app.add_typer(recipes_app, name="recipes")
@@ -154,9 +160,7 @@ def evaluate(
     against: Annotated[
         str | None, typer.Option(help="Folder of kept predictions to measure a divergence from.")
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow code that the checkpoint brings.")
-    ] = False,
+    trust_remote_code: Trust = False,
     progress: Annotated[bool, typer.Option(help="Show how far it is.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -188,85 +192,7 @@ def evaluate(
 def _measured(name: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.1f}" if name == "seconds" else f"{value:,.4f}"
-    return f"{value:,}" if type(value) is int else _plain(value)
-
-
-@specs_app.command("list")
-def specs_list(*, as_json: AsJson = False) -> None:
-    """List the model types that have a spec."""
-    from modelopt_lite.models import get_specs
-
-    specs = sorted(get_specs(), key=lambda spec: spec.model_type)
-    if as_json:
-        print_json([spec.model_type for spec in specs])
-        return
-    table = Table("model_type", "experts", "transformers", box=None, pad_edge=False)
-    for spec in specs:
-        since = f">= {spec.min_transformers_version}" if spec.min_transformers_version else "-"
-        table.add_row(spec.model_type, "yes" if spec.moe_spec else "", since)
-    show(table)
-
-
-@specs_app.command("show")
-def specs_show(model_type: str, *, as_json: AsJson = False) -> None:
-    """Show what is known about one model type."""
-    from modelopt_lite.report_view import facts_table
-
-    values = dataclasses.asdict(_known_spec(model_type))
-    if as_json:
-        print_json(values)
-        return
-    facts: dict[str, str] = {}
-    for name, value in values.items():
-        facts[name] = "" if isinstance(value, dict) else _plain(value)
-        if isinstance(value, dict):
-            facts |= {f"  {field}": _plain(content) for field, content in value.items()}
-    show(facts_table(facts))
-
-
-def _known_spec(model_type: str) -> Any:
-    """Return a type's spec, or raise `SpecError` with the nearest name."""
-    from modelopt_lite.models import get_spec, get_specs
-
-    if (spec := get_spec(model_type)) is not None:
-        return spec
-    known = [spec.model_type for spec in get_specs()]
-    near = difflib.get_close_matches(model_type, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise SpecError(
-        f"no spec for model_type {model_type!r}{hint} (known: {', '.join(known)}); "
-        f"`modelopt-lite specs new {model_type}` writes a first draft"
-    )
-
-
-@specs_app.command("check")
-def specs_check(
-    types: Annotated[
-        list[str] | None, typer.Argument(help="Model types; default all.", metavar="[TYPE]...")
-    ] = None,
-    *,
-    as_json: AsJson = False,
-) -> None:
-    """Hold specs to the installed transformers; exits with 1 where one is wrong.
-
-    For each spec the smallest models of its type are built, with random weights, and every field is
-    compared with them.
-    """
-    set_up_torch()
-    import transformers
-
-    from modelopt_lite.doctor.check import check_specs
-    from modelopt_lite.doctor.view import check_data, check_table
-    from modelopt_lite.models import get_specs
-
-    specs = [_known_spec(t) for t in types] if types else get_specs()
-    checked = check_specs(specs)
-    if as_json:
-        print_json(check_data(checked, transformers.__version__))
-    else:
-        show(check_table(checked, transformers.__version__))
-    if any(one.status == "wrong" for one in checked):
-        raise typer.Exit(1)
+    return f"{value:,}" if type(value) is int else plain(value)
 
 
 @recipes_app.command("list")
@@ -295,21 +221,4 @@ def recipes_show(name: str, *, as_json: AsJson = False) -> None:
     if as_json:
         print_json(values)
     else:
-        show(facts_table({key: _plain(value) for key, value in values.items()}))
-
-
-def _plain(value: Any) -> str:
-    """A value as text; a sequence of sequences takes a line for each."""
-    if isinstance(value, dict):
-        return "\n".join(f"{key}: {_plain(item)}" for key, item in value.items()) or "-"
-    if isinstance(value, tuple | list):
-        nested = any(isinstance(item, tuple | list) for item in value)
-        return ("\n" if nested else ", ").join(map(_element, value)) or "-"
-    return "-" if value is None else str(value)
-
-
-def _element(value: Any) -> str:
-    """The same inside of a sequence; a sequence stands in parentheses."""
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(_element, value))})"
-    return str(value)
+        show(facts_table({key: plain(value) for key, value in values.items()}))

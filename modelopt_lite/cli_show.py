@@ -10,7 +10,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Allow code that the checkpoint brings.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
 _WIDE = 10_000  # columns: what goes to a file or another program is not wrapped
 
 
@@ -47,3 +51,20 @@ def set_up_torch() -> None:
     from modelopt_lite.offload.memory import bound_caches
 
     bound_caches()
+
+
+def plain(value: Any) -> str:
+    """Return a value as text; a sequence of sequences takes a line for each."""
+    if isinstance(value, dict):
+        return "\n".join(f"{key}: {plain(item)}" for key, item in value.items()) or "-"
+    if isinstance(value, tuple | list):
+        nested = any(isinstance(item, tuple | list) for item in value)
+        return ("\n" if nested else ", ").join(map(_element, value)) or "-"
+    return "-" if value is None else str(value)
+
+
+def _element(value: Any) -> str:
+    """The same inside of a sequence; a sequence stands in parentheses."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_element, value))})"
+    return str(value)

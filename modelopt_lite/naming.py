@@ -29,6 +29,10 @@ class UnclearNamesError(Exception):
     """Names alone do not tell; the message says why."""
 
 
+class UnlikeLayersError(UnclearNamesError):
+    """Layers differ in a way that could be damage; only the model tells that it is meant."""
+
+
 def structure_from_names(
     tensors: Mapping[str, TensorShape], spec: ModelSpec | None, config: Mapping[str, Any]
 ) -> Structure:
@@ -164,7 +168,7 @@ class _Reading:
                 routers = tuple(f"{block}{name}." for name in ptq.router_names)
                 shapes = [s for inside, s in layer.shapes.items() if inside.startswith(routers)]
                 if found not in [set(range(shape[0])) for shape in shapes if shape]:
-                    raise UnclearNamesError(
+                    raise UnlikeLayersError(
                         f"{layer.path}.{container} has {counted(len(found), 'expert')}, and its "
                         "router another number of outputs"
                     )
@@ -237,9 +241,9 @@ def _check_alike(layers: Mapping[int, _Layer], count: int) -> None:
     for layer in layers.values():
         first = kinds.setdefault(frozenset(layer.shapes), layer)
         if first.shapes != layer.shapes:
-            raise UnclearNamesError(f"{first.path!r} and {layer.path!r} differ in shapes")
+            raise UnlikeLayersError(f"{first.path!r} and {layer.path!r} differ in shapes")
     for one, layer in kinds.items():
         for other, larger in kinds.items():
             if one < other:
                 lost = min(other - one)
-                raise UnclearNamesError(f"{layer.path!r} lacks {lost!r}, which {larger.path!r} has")
+                raise UnlikeLayersError(f"{layer.path!r} lacks {lost!r}, which {larger.path!r} has")

@@ -243,7 +243,7 @@ def make_plan(
     if spec is None:
         plan.fallbacks.append(
             f"no spec for model_type {model_type!r}: linear layers and experts were found by "
-            "structure alone (models/README.md tells how to add it)"
+            "structure alone (`modelopt-lite specs new CKPT` writes a first draft of one)"
         )
     return plan
 

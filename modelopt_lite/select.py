@@ -94,8 +94,8 @@ def find_candidates(
         if source in structure.stacks:
             raise SpecError(
                 f"tensor {source!r} {list(info.shape)} holds stacked experts, and no spec says "
-                "which axis is the reduction axis; add the model (models/README.md) before "
-                "quantizing it"
+                "which axis is the reduction axis; `modelopt-lite specs new CKPT` writes a first "
+                "draft of one (docs/add_a_model.md)"
             )
         if source in structure.linear:
             found.append(_single(source, info, storage))

@@ -49,8 +49,9 @@ FLAGS = {
         --activations --against --batch-size --device --json --keep --max-tokens --no-activations
         --no-progress --progress --seq-len --text --trust-remote-code
     """,
-    "specs check": "--json",
+    "specs check": "--ckpt --json --trust-remote-code",
     "specs list": "--json",
+    "specs new": "--json --to --trust-remote-code",
     "specs show": "--json",
     "recipes list": "--json",
     "recipes show": "--json",

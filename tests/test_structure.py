@@ -19,8 +19,9 @@ PACKAGE = ROOT / "modelopt_lite"
 LAYERS = (
     ("__main__",),
     ("cli",),
-    ("cli_audit",),
-    ("cli_options", "cli_show", "plan_view"),
+    ("cli_audit", "cli_specs"),
+    ("cli_show",),
+    ("cli_options", "plan_view"),
     ("report_view",),
     ("api",),
     ("in_memory", "preview", "checking"),

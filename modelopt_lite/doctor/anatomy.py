@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+_ROUTERS = ("gate", "router")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -21,7 +22,8 @@ class Block:
         module: The innermost module that has both the experts and what chooses among them.
         container: Path of the experts inside of it; "" where they are its own children.
         experts: Modules of one expert each, or none where they are stacked.
-        stacks: Name inside of the container -> parameter that holds all experts.
+        stacks: Name inside of the container -> parameter that holds all experts: of three axes,
+            or of two, the experts' rows one below the other.
         count: How many experts.
         routers: Children that choose experts, or that gate with one output.
     """
@@ -52,12 +54,35 @@ def blocks_in(model: nn.Module) -> list[Block]:
             if isinstance(block, nn.ModuleList | nn.ModuleDict):
                 continue
             routers = tuple(_routers(block, parts[len(parts) - up] if up else "", count, stacks))
-            if any(_chooses(getattr(block, name), count) for name in routers):
+            if any(name in _ROUTERS or _chooses(getattr(block, name), count) for name in routers):
                 found.setdefault(
                     outer, Block(outer, block, inside, experts, stacks, count, routers)
                 )
                 break
+    for flat in _flat_blocks(model):
+        found.setdefault(flat.path, flat)
     return list(found.values())
+
+
+def _flat_blocks(model: nn.Module) -> Iterator[Block]:
+    """Yield blocks whose experts are stacked along the rows of matrices: [E * I, H] each."""
+    for path, module in model.named_modules():
+        flat = {n: p for n, p in module.named_parameters(recurse=False) if p.ndim == 2}
+        if len(flat) < 2 or len({p.shape for p in flat.values()}) > 1:
+            continue
+        if any(True for child in module.children() for _ in child.parameters()):
+            continue
+        rows = next(iter(flat.values())).shape[0]
+        parts = path.split(".")
+        for up in (1, 2):
+            block = model.get_submodule(".".join(parts[:-up]))
+            for name, child in block.named_children():
+                for linear in child.modules():
+                    count = linear.out_features if isinstance(linear, nn.Linear) else 0
+                    if name != parts[-up] and 1 < count < rows and rows % count == 0:
+                        inside = ".".join(parts[-up:])
+                        outer = ".".join(parts[:-up])
+                        yield Block(outer, block, inside, (), dict(flat), count, (name,))
 
 
 def _experts_of(module: nn.Module) -> tuple[tuple[nn.Module, ...], dict[str, torch.Tensor], int]:
@@ -80,8 +105,10 @@ def _experts_of(module: nn.Module) -> tuple[tuple[nn.Module, ...], dict[str, tor
         if is_stack and not isinstance(child, _CONVOLUTIONS) and not list(child.children()):
             stacks[name] = own[0]
     sizes = {p.shape[0] for p in stacks.values()}
-    if len(stacks) >= 2 and len(sizes) == 1 and (count := sizes.pop()) > 1:
-        return (), stacks, count
+    # Some keep rows for experts without weights, which pass on what they read, in the first stack.
+    alike = len(sizes) == 1 or "expert" in type(module).__name__.casefold()
+    if len(stacks) >= 2 and alike and min(sizes) > 1:
+        return (), stacks, min(sizes)
     return (), {}, 0
 
 
@@ -97,21 +124,22 @@ def _routers(
         if name == container or (not container and name in stacks):
             continue
         gates = isinstance(child, nn.Linear) and child.out_features == 1
-        if gates or _chooses(child, count):
+        called = name in _ROUTERS or "router" in type(child).__name__.casefold()
+        if (
+            gates
+            or _chooses(child, count)
+            or (called and any(p.ndim == 2 for p in child.parameters()))
+        ):
             yield name
 
 
 def _chooses(module: Any, count: int) -> bool:
-    """Whether a module has a matrix with a row for each expert, and no larger one.
-
-    Routers that also score experts that do nothing have more rows.
-    """
+    """Whether a module has a matrix with a row for each expert."""
     shapes = [tuple(p.shape) for p in module.parameters() if p.ndim == 2]
     linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
     if not shapes or isinstance(module, nn.Embedding) or len(linears) > 4:
         return False
-    more = getattr(module, "n_routed_experts", None) or getattr(module, "num_experts", None)
-    return any(shape[0] in (count, more) for shape in shapes)
+    return any(shape[0] == count for shape in shapes)
 
 
 def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from modelopt_lite.doctor.anatomy import Block, layer_lists
+from torch import nn
+
+from modelopt_lite.checkpoint.names import NameMap
+from modelopt_lite.doctor.anatomy import Block, child_of, layer_lists
 from modelopt_lite.doctor.instance import Instance
 from modelopt_lite.doctor.subject import Subject, listed
 from modelopt_lite.offload.patterns import match_part
@@ -11,7 +14,7 @@ from modelopt_lite.offload.units import text_model
 
 def check_classes(subject: Subject) -> None:
     """Hold the names of classes and modules to the models."""
-    for made in subject.instances:
+    for made in subject.each():
         _blocks(subject, made)
         _layers(subject, made)
     _unused_blocks(subject)
@@ -33,28 +36,37 @@ def _blocks(subject: Subject, made: Instance) -> None:
             )
         return
     for block in found:
-        if moe.block_names and not moe.matches(block.module):
+        left = any(match_part(glob, block.path) for glob in subject.ptq.skip_modules)
+        if left or not moe.block_names or moe.matches(block.module):
+            continue
+        if "atten" in block.path.casefold():
+            subject.open(f"moe_spec.block_names: not {block.path}, experts of an attention")
+        else:
             subject.wrong(
                 "moe_spec.block_names",
                 f"{moe.block_names} match no class of {block.path}, a "
                 f"{type(block.module).__name__} with {block.count} experts",
                 f"add {type(block.module).__name__!r}",
             )
-    modules = {block.module for block in found}
+    experts = {type(b.module) for blocks in subject.blocks.values() for b in blocks}
     for path, module in made.model.named_modules():
-        if moe.block_names and moe.matches(module) and module not in modules:
-            dense = " (its MRO has one of them)" if found else ""
+        if not (moe.block_names and moe.matches(module)) or type(module) in experts:
+            continue
+        if not (moe.expert_linear_names or subject.storage.stacked_names):
+            subject.open(f"moe_spec.block_names: the experts of {path} are of an unknown kind")
+        else:
             subject.wrong(
                 "moe_spec.block_names",
                 f"{moe.block_names} match {path}, a {type(module).__name__}, which holds no "
-                f"experts beside a router{dense}",
+                "experts beside a router",
                 f"name the class of the blocks: {listed(kinds)}",
             )
 
 
 def _unused_blocks(subject: Subject) -> None:
     moe = subject.spec.moe_spec
-    if moe is not None and not any(subject.blocks.values()):
+    described = moe is not None and (moe.expert_linear_names or subject.storage.stacked_names)
+    if described and not any(subject.blocks.values()):
         subject.wrong(
             "moe_spec",
             "no model that could be built has a mixture of experts",
@@ -63,57 +75,57 @@ def _unused_blocks(subject: Subject) -> None:
 
 
 def _routers(subject: Subject) -> None:
-    """The children of blocks that choose experts, and single gates, are the routers."""
-    moe = subject.spec.moe_spec
-    if moe is None:
+    """What chooses experts, and single gates, are matched by the router names, as on disk."""
+    if subject.spec.moe_spec is None:
         return
     names, seen = set(subject.ptq.router_names), set()
-    blocks = [block for _, block in subject.all_blocks()]
-    for block in blocks:
-        seen |= set(block.routers) & names
-        if missing := set(block.routers) - names:
-            subject.wrong(
-                "ptq_spec.router_names",
-                f"{subject.ptq.router_names} lack {listed(missing)} of {block.path} "
-                f"({type(block.module).__name__}), which chooses among {block.count} experts",
-                f"add {listed(map(repr, missing))}",
-            )
-    if blocks and (extra := names - seen):
-        subject.wrong(
-            "ptq_spec.router_names",
-            f"no block has a router called {listed(extra)}; there are "
-            f"{listed(name for block in blocks for name in block.routers)}",
-            f"remove {listed(map(repr, extra))}",
-        )
+    for made, block in subject.all_blocks():
+        for child in block.routers:
+            spellings = {child, *_paths_on_disk(made, f"{block.path}.{child}")}
+            under = {n for n in names for s in spellings if f"{s}.".startswith(f"{n}.")}
+            under |= {n for n in names if n.startswith(f"{child}.") and child_of(block.module, n)}
+            seen |= under
+            if not under:
+                subject.wrong(
+                    "ptq_spec.router_names",
+                    f"{subject.ptq.router_names} lack {child!r} of {block.path} "
+                    f"({type(block.module).__name__}), which chooses among {block.count} experts",
+                    f"add {child!r}",
+                )
+    for name in sorted(names - seen):
+        subject.open(f"ptq_spec.router_names: no block has a {name!r} here")
+
+
+def _paths_on_disk(made: Instance, path: str) -> set[str]:
+    """Return the endings of the paths of the modules on disk that fill a module in memory."""
+    names, found = made.names, set()
+    for source, (entry, _) in names.places.items() if isinstance(names, NameMap) else ():
+        if entry.startswith(f"{path}."):
+            parts = source.split(".")
+            found |= {".".join(parts[at:-1]) for at in range(1, len(parts) - 1)}
+    return found
 
 
 def _shared(subject: Subject) -> None:
     """What else a block holds that multiplies every token is a shared expert."""
     if subject.spec.moe_spec is None:
         return
-    names, seen, there = set(subject.storage.shared_expert_names), set(), set()
+    names, seen = set(subject.storage.shared_expert_names), set()
     for _, block in subject.all_blocks():
-        others = set(_dense_children(block))
-        there |= others
         seen |= {name for name in names if getattr(block.module, name, None) is not None}
-        if missing := others - names:
-            subject.wrong(
-                "expert_storage_spec.shared_expert_names",
-                f"{subject.storage.shared_expert_names} lack {listed(missing)} of {block.path}",
-                f"add {listed(map(repr, missing))}",
-            )
-    if extra := names - seen:
-        subject.wrong(
-            "expert_storage_spec.shared_expert_names",
-            f"no block has a child called {listed(extra)}; there are {listed(there)}",
-            f"remove {listed(map(repr, extra))}",
-        )
+        for name in dense_children(block):
+            if name not in names:
+                subject.wrong(
+                    "expert_storage_spec.shared_expert_names",
+                    f"{subject.storage.shared_expert_names} lack {name!r} of {block.path}",
+                    f"add {name!r}",
+                )
+    for name in sorted(names - seen):
+        subject.open(f"expert_storage_spec.shared_expert_names: no block has a {name!r} here")
 
 
-def _dense_children(block: Block) -> list[str]:
-    """Children of a block that are an MLP of their own: with two or three linear layers."""
-    from torch import nn
-
+def dense_children(block: Block) -> list[str]:
+    """Return the children of a block that are an MLP: with two or three linear layers."""
     if block.container in ("", None) or "layer" in type(block.module).__name__.casefold():
         return []  # experts beside attention, on the decoder layer itself
     first = block.container.split(".", 1)[0]
@@ -134,7 +146,8 @@ def _layers(subject: Subject, made: Instance) -> None:
     lists = {
         path: layers
         for path, layers in layer_lists(made.model).items()
-        if inside is None or layers[0] in inside
+        if (inside is None or layers[0] in inside)
+        and not any(match_part(glob, path) for glob in subject.ptq.skip_modules)
     }
     kinds = {type(layer).__name__ for layers in lists.values() for layer in layers}
     if not names:

@@ -6,77 +6,85 @@ from typing import Any
 
 from torch import nn
 
-from modelopt_lite.checkpoint.names import NameMap
 from modelopt_lite.doctor.instance import Instance
 from modelopt_lite.doctor.subject import Subject, listed
 from modelopt_lite.errors import CheckpointError
 from modelopt_lite.models.specs import NamingSpec
-from modelopt_lite.naming import UnclearNamesError, structure_from_names
+from modelopt_lite.naming import UnclearNamesError, UnlikeLayersError, structure_from_names
 from modelopt_lite.offload.patterns import match_part
+from modelopt_lite.offload.units import output_head
 from modelopt_lite.structure import Structure, TensorShape, is_weight, structure_of
 
 
 def check_names(subject: Subject) -> None:
     """Hold the names on disk to what transformers saves."""
     used: set[str] = set()
-    for made in subject.instances:
+    for made in subject.each():
         (tensors, config), names = made.saved, made.names
         if isinstance(names, CheckpointError):
             subject.open(f"names on disk: {names}")
             continue
         if names.unmapped:
             subject.open(f"names on disk: the model does not take {listed(names.unmapped)}")
-        _outside(subject, made, tensors, names)
+        _outside(subject, made)
         _experts(subject, made, tensors)
-        used |= _roles(subject, made, tensors, names)
-        if subject.spec.naming_spec is not None:
+        used |= _roles(subject, made)
+        if subject.spec.naming_spec is not None and made.kind == "causal LM":
             _by_names(subject, made, tensors, config)
     naming = subject.spec.naming_spec
     if naming is not None and (extra := set(naming.layer_linear_names) - used):
-        subject.wrong(
-            "naming_spec.layer_linear_names",
-            f"no matrix of a decoder layer is called {listed(extra)}; there are {listed(used)}",
-            f"remove {listed(map(repr, extra))}",
-        )
+        subject.open(f"naming_spec.layer_linear_names: nothing is called {listed(extra)} here")
 
 
 def _owner(model: nn.Module, entry: str) -> nn.Module:
     return model.get_submodule(entry.rpartition(".")[0])
 
 
-def _outside(
-    subject: Subject, made: Instance, tensors: dict[str, TensorShape], names: NameMap
-) -> None:
-    """Linear and convolution layers outside of decoder layers are left out by a glob."""
+def outside_layers(subject: Subject, made: Instance) -> set[str]:
+    """Return the modules on disk with matrices that are in no decoder layer, nor head, nor tokens.
+
+    What a glob of the spec leaves out already is not among them.
+    """
+    names = made.names
     layers = set(subject.layers(made).values())
-    if subject.spec.ptq_spec is None or not layers:
-        return
+    if isinstance(names, CheckpointError) or not layers:
+        return set()
     inside = {m for layer in layers for m in layer.modules()}
     naming = subject.spec.naming_spec or NamingSpec()
-    head = made.model.get_output_embeddings() if made.kind != "base model" else None
+    head = output_head(made.model)
     bare: set[str] = set()
-    for source, info in tensors.items():
+    for source, info in made.saved[0].items():
         place = names.place(source)
         if place is None or not info.is_matrix:
             continue
         owner, name = _owner(made.model, place[0]), source.removesuffix(".weight")
-        if owner in inside or owner is head or isinstance(owner, nn.Embedding):
+        if owner in inside or (head is not None and owner is head[1]):
             continue
         known = name in naming.embedding_names or name in naming.head_names
-        if not known and not any(match_part(glob, name) for glob in subject.ptq.skip_modules):
+        tokens = isinstance(owner, nn.Embedding)
+        if (
+            not known
+            and not tokens
+            and not any(match_part(g, name) for g in subject.ptq.skip_modules)
+        ):
             bare.add(name)
-    if bare:
+    return bare
+
+
+def _outside(subject: Subject, made: Instance) -> None:
+    """Linear and convolution layers outside of decoder layers are left out by a glob."""
+    if subject.spec.ptq_spec is not None and (bare := outside_layers(subject, made)):
         subject.wrong(
             "ptq_spec.skip_modules",
             f"{subject.ptq.skip_modules} leave {listed(bare)}, outside of the decoder layers",
-            f"add globs for {listed(_tower(name) for name in bare)}",
+            f"add globs for {listed(repr(f'*{tower_of(name)}*') for name in bare)}",
         )
 
 
-def _tower(path: str) -> str:
-    """The part of a path that names a tower: the first that is no wrapper and no number."""
+def tower_of(path: str) -> str:
+    """Return the part of a path that names a tower: the first that is no wrapper and no number."""
     parts = [p for p in path.split(".") if p not in ("model", "base_model") and not p.isdigit()]
-    return repr(f"*{parts[0] if parts else path}*")
+    return parts[0] if parts else path
 
 
 def _experts(subject: Subject, made: Instance, tensors: dict[str, TensorShape]) -> None:
@@ -86,47 +94,51 @@ def _experts(subject: Subject, made: Instance, tensors: dict[str, TensorShape]) 
         return
     modules = (name.removesuffix(".weight") for name in tensors)
     single = {m.rpartition(".")[2] for m in modules if storage.expert_of(m)[1] is not None}
-    inside = f".{storage.container}." if storage.container else "."
-    stacked = {
-        leaf
-        for name, info in tensors.items()
-        if len(info.shape) == 3
-        and (leaf := name.removesuffix(".weight").rpartition(".")[2]) in storage.stacked_names
-        and (inside in f".{name}")
-    }
+    stacked = set()
+    for name, info in tensors.items():
+        parent, _, leaf = name.removesuffix(".weight").rpartition(".")
+        known = leaf in storage.stacked_names and storage.container_above(parent) is not None
+        if len(info.shape) in (2, 3) and known:
+            stacked.add(leaf)
     if single and single != set(storage.linear_names):
         subject.wrong(
             "expert_storage_spec.linear_names",
             f"{storage.linear_names}, and single experts on disk have {listed(single)}",
             f"name gate, up and down among {listed(single)}",
         )
-    if not single and not stacked:
+    names = storage.linear_names or storage.stacked_names
+    if names and not single and not stacked:
         three = {n for n, info in tensors.items() if len(info.shape) == 3}
         subject.wrong(
             "expert_storage_spec",
             f"no tensor on disk is {storage.container}.0.{'/'.join(storage.linear_names) or '-'} "
             f"nor {storage.container}.{'/'.join(storage.stacked_names) or '-'}; of three axes are "
             f"{listed(three)}",
-            "correct container, linear_names or stacked_names",
+            "correct container, linear_names, stacked_names or stacked_parent",
         )
 
 
-def _roles(
-    subject: Subject, made: Instance, tensors: dict[str, TensorShape], names: NameMap
-) -> set[str]:
-    """Return the last parts of names of the matrices in decoder layers, routers not."""
-    naming, found = subject.spec.naming_spec, set()
+def roles_in_layers(subject: Subject, made: Instance) -> set[str]:
+    """Return the last parts of names on disk of the matrices in decoder layers, routers not."""
+    names, found = made.names, set()
+    if isinstance(names, CheckpointError):
+        return set()
     inside = {m for layer in subject.layers(made).values() for m in layer.modules()}
-    for source, info in tensors.items():
+    for source, info in made.saved[0].items():
         place = names.place(source)
         if place is None or not is_weight(source, info):
             continue
         owner, name = _owner(made.model, place[0]), source.removesuffix(".weight")
         expert = subject.storage.expert_of(name)[1] is not None
-        if owner not in inside or not (isinstance(owner, nn.Linear) or expert):
-            continue
-        if not _left_out(subject, name):
+        linear = isinstance(owner, nn.Linear) or expert
+        if owner in inside and linear and not _left_out(subject, name):
             found.add(name.rpartition(".")[2])
+    return found
+
+
+def _roles(subject: Subject, made: Instance) -> set[str]:
+    """Every role must be named."""
+    naming, found = subject.spec.naming_spec, roles_in_layers(subject, made)
     if naming is not None and (missing := found - set(naming.layer_linear_names)):
         subject.wrong(
             "naming_spec.layer_linear_names",
@@ -144,6 +156,9 @@ def _by_names(
     try:
         from_model = structure_of(made.model, tensors, spec)
         from_names = structure_from_names(tensors, spec, config)
+    except UnlikeLayersError as error:
+        subject.open(f"naming_spec: planning asks the model, for {error}")
+        return
     except UnclearNamesError as error:
         subject.wrong(
             "naming_spec",

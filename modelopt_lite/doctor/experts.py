@@ -10,7 +10,15 @@ from torch import nn
 from modelopt_lite.checkpoint.names import NameMap
 from modelopt_lite.doctor.anatomy import Block, child_of
 from modelopt_lite.doctor.instance import Instance
-from modelopt_lite.doctor.laws import Matrices, Verdict, judge, single, single_on_disk, stacked
+from modelopt_lite.doctor.laws import (
+    Matrices,
+    Verdict,
+    judge,
+    single,
+    single_on_disk,
+    stacked,
+    stacks_by_name,
+)
 from modelopt_lite.doctor.subject import Subject, listed
 from modelopt_lite.models.specs import ExpertStorageSpec
 
@@ -50,18 +58,20 @@ def _names(subject: Subject, made: Instance, block: Block) -> None:
             )
     if fused:
         there = {n for n, p in block.stacks.items() if not n.endswith("bias")}
-        if moe.fused_expert_names and set(moe.expert_linear_names or ()) != there:
+        names = set(moe.expert_linear_names or ())
+        if moe.fused_expert_names and not names <= set(stacks_by_name(made, block)):
             subject.wrong(
                 "moe_spec.expert_linear_names",
                 f"{moe.expert_linear_names}, said to be of the fused container "
                 f"{block.path}.{block.container}, which has {listed(there)}",
                 f"write {listed(map(repr, there))}",
             )
-        if storage.stacked_names and not set(storage.stacked_names) <= there:
+        both = stacks_by_name(made, block)
+        if storage.stacked_names and not set(storage.stacked_names) <= set(both):
             subject.wrong(
                 "expert_storage_spec.stacked_names",
-                f"{storage.stacked_names}, and {block.path}.{block.container} has {listed(there)}",
-                f"write {listed(map(repr, there))}",
+                f"{storage.stacked_names}, and {block.path}.{block.container} has {listed(both)}",
+                f"write {listed(map(repr, both))}",
             )
         return
     there = {n for n, m in block.experts[0].named_modules() if isinstance(m, nn.Linear)}
@@ -145,7 +155,7 @@ def _single(subject: Subject, made: Instance, block: Block) -> bool:
 def _stacked(subject: Subject, made: Instance, block: Block) -> bool:
     """Hold the names, halves and orientation of stacked experts to the forward pass."""
     storage = subject.storage
-    if not storage.stacked_names or not (matrices := stacked(block, storage)):
+    if not storage.stacked_names or not (matrices := stacked(made, block, storage)):
         return False
     verdict = judge(made, block, matrices)
     if verdict == "capped":
@@ -153,7 +163,7 @@ def _stacked(subject: Subject, made: Instance, block: Block) -> bool:
     if verdict in ("holds", "capped"):
         return True
     for other in _alternatives(storage):
-        if (found := stacked(block, other)) and judge(made, block, found) == "holds":
+        if (found := stacked(made, block, other)) and judge(made, block, found) == "holds":
             for field in ("stacked_names", "input_major", "interleaved_gate_up"):
                 if (right := getattr(other, field)) != (given := getattr(storage, field)):
                     subject.wrong(
@@ -162,7 +172,8 @@ def _stacked(subject: Subject, made: Instance, block: Block) -> bool:
                         f"write {field}={right}",
                     )
             return True
-    shapes = {name: list(block.stacks[name].shape) for name in storage.stacked_names}
+    there = stacks_by_name(made, block)
+    shapes = {name: list(there[name].shape) for name in storage.stacked_names}
     subject.wrong(
         "expert_storage_spec.stacked_names",
         f"{storage.stacked_names} with input_major={storage.input_major}, interleaved_gate_up="

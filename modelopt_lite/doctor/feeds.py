@@ -45,7 +45,9 @@ def _groups(subject: Subject, ran: list[Instance]) -> None:
     pair = moe.gate_up_pair if moe is not None else None
     for group in groups:
         found = False
-        for made in ran:
+        for made in subject.each():
+            if made not in ran:
+                continue
             for path, linears in siblings(made.model, group):
                 found = True
                 places = {made.inputs[m].data_ptr() for m in linears if m in made.inputs}
@@ -56,40 +58,42 @@ def _groups(subject: Subject, ran: list[Instance]) -> None:
                         "take out the one that reads another input: they cannot share a scale",
                     )
         if not found and ran and group != pair:
-            subject.wrong(
-                "ptq_spec.fused_linears",
-                f"no module has all of {group} as children",
-                f"remove {group}, or correct its names",
-            )
+            subject.open(f"ptq_spec.fused_linears: no module has all of {group} here")
     if pair is not None and pair not in groups:
         subject.wrong(
             "ptq_spec.fused_linears",
             f"{groups} lack the experts' {pair}, which engines join",
             f"add {pair}",
         )
-    for group in STRUCTURAL_PTQ.fused_linears:
-        layers = [m for made in ran for m in subject.layers(made).values()]
-        if group not in groups and any(siblings(layer, group) for layer in layers):
-            subject.wrong(
-                "ptq_spec.fused_linears",
-                f"{groups} lack {group}, which layers have and engines join",
-                f"add {group}",
-            )
+    for made in subject.each():
+        layers = subject.layers(made).values()
+        for group in STRUCTURAL_PTQ.fused_linears:
+            if group not in groups and any(siblings(layer, group) for layer in layers):
+                subject.wrong(
+                    "ptq_spec.fused_linears",
+                    f"{groups} lack {group}, which layers have and engines join",
+                    f"add {group}",
+                )
 
 
 def readers_of_norms(subject: Subject, made: Instance, layer: nn.Module) -> Feeds:
-    """Return which linears, routers and experts of a layer read each norm's very output."""
+    """Return which linears, routers and experts of a layer read each norm's very output.
+
+    Readers whose input is not as wide as the norm are left out: they read several heads at once.
+    """
     norms = norms_in(layer)
     chosen = _routers_and_experts(subject, made)
+    whole = tuple(f"{name}." for name, m in layer.named_modules() if m in chosen)
     places = {made.outputs[m].data_ptr(): n for n, m in norms.items() if m in made.outputs}
     seen: dict[str, set[str]] = {}
     for name, module in layer.named_modules():
         wanted = isinstance(module, nn.Linear) or module in chosen
-        if wanted and module in made.inputs and module not in set(norms.values()):
-            norm = places.get(made.inputs[module].data_ptr())
-            inner = any(name.startswith(f"{n}.") for n, m in layer.named_modules() if m in chosen)
-            if norm is not None and not inner:
-                seen.setdefault(norm, set()).add(name)
+        if not wanted or module not in made.inputs or name in norms or name.startswith(whole):
+            continue
+        given = made.inputs[module]
+        norm = places.get(given.data_ptr())
+        if norm is not None and given.shape[-1] == layer.get_parameter(f"{norm}.weight").numel():
+            seen.setdefault(norm, set()).add(name)
     return {norm: frozenset(names) for norm, names in seen.items()}
 
 
@@ -102,7 +106,7 @@ def _routers_and_experts(subject: Subject, made: Instance) -> set[nn.Module]:
     return found
 
 
-def _stated(subject: Subject, made: Instance, layer: nn.Module) -> Feeds:
+def stated_readers(subject: Subject, made: Instance, layer: nn.Module) -> Feeds:
     """Apply ``norm_feeds`` to a layer: readers that it has, of the norm's width."""
     stated: dict[str, set[str]] = {}
     for norm, readers in subject.ptq.norm_feeds:
@@ -125,32 +129,46 @@ def _width(subject: Subject, made: Instance, module: nn.Module) -> int | None:
 
 
 def _norms(subject: Subject, ran: list[Instance]) -> None:
+    """The readers of each norm that is listed are all that read it; others may stay unlisted."""
     unseen = {norm for norm, _ in subject.ptq.norm_feeds}
-    for made in ran:
+    listed_norms = set(unseen)
+    for made in subject.each():
+        if made not in ran:
+            continue
         for path, layer in subject.layers(made).items():
             if layer not in made.inputs:
                 continue
-            seen, stated = readers_of_norms(subject, made, layer), _stated(subject, made, layer)
+            seen, stated = (
+                readers_of_norms(subject, made, layer),
+                stated_readers(subject, made, layer),
+            )
             unseen -= set(stated) & set(norms_in(layer))
-            for norm in {*seen, *stated}:
-                _compare(subject, f"{path}.{norm}", norm, seen, stated)
-    if unseen and ran:
-        norms = {
-            n for made in ran for layer in subject.layers(made).values() for n in norms_in(layer)
-        }
-        subject.wrong(
-            "ptq_spec.norm_feeds",
-            f"no layer has a norm {listed(unseen)} with readers; there are {listed(norms)}",
-            "remove it, or correct its name",
-        )
+            for norm in listed_norms & set(norms_in(layer)):
+                have, said = seen.get(norm, frozenset()), stated.get(norm, frozenset())
+                # A router may be named by the linear layer inside of it.
+                missing = {n for n in have - said if not any(s.startswith(f"{n}.") for s in said)}
+                extra = {n for n in said - have if child_of(layer, n) in made.inputs}
+                extra -= {n for n in extra for r in have if n.startswith(f"{r}.")}
+                extra -= _copies(subject, made, layer)
+                if missing or extra:
+                    _report(subject, f"{path}.{norm}", norm, missing, extra, have)
+    for norm in sorted(unseen) if ran else ():
+        subject.open(f"ptq_spec.norm_feeds: no layer has a norm {norm!r} that is read here")
 
 
-def _compare(subject: Subject, where: str, norm: str, seen: Feeds, stated: Feeds) -> None:
-    have, said = seen.get(norm, frozenset()), stated.get(norm, frozenset())
-    if have == said:
-        return
-    less = f"lacks {listed(have - said)}" if have - said else ""
-    more = f"names {listed(said - have)}, which do not read it" if said - have else ""
+def _copies(subject: Subject, made: Instance, layer: nn.Module) -> set[str]:
+    """Paths of experts: some models give them copies of what the norm put out."""
+    inside = {m: n for n, m in layer.named_modules()}
+    return {
+        f"{inside[b.module]}.{b.container}".lstrip(".")
+        for b in subject.blocks[id(made)]
+        if b.module in inside
+    }
+
+
+def _report(subject: Subject, where: str, norm: str, missing: Any, extra: Any, have: Any) -> None:
+    less = f"lacks {listed(missing)}" if missing else ""
+    more = f"names {listed(extra)}, which do not read it" if extra else ""
     subject.wrong(
         "ptq_spec.norm_feeds",
         f"of {where}: {' and '.join(filter(None, (less, more)))}",
@@ -174,7 +192,7 @@ def _keys_and_values(subject: Subject, ran: list[Instance]) -> None:
         names = {n for n, m in module.named_children() if isinstance(m, nn.Linear)}
         if {key, value} <= names:
             return
-        latent = any(n.startswith(("kv_a", "kv_b")) for n in names)
+        latent = any(n.startswith("kv") for n in names)
         if len(names) > 1 and not latent:
             bare.append((path, names))
     if bare:

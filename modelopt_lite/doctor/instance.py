@@ -7,7 +7,7 @@ import importlib
 import inspect
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from modelopt_lite.build import eager_experts, quiet_transformers
+from modelopt_lite.build import eager_experts, load_config, quiet_transformers
 from modelopt_lite.checkpoint.names import NameMap, map_names
-from modelopt_lite.doctor.shrink import Sizes, shrink
+from modelopt_lite.checkpoint.reader import read_json
+from modelopt_lite.doctor.shrink import Sizes, missing_value, shrink
 from modelopt_lite.errors import CheckpointError
+from modelopt_lite.offload.units import text_model
 from modelopt_lite.structure import TensorShape
 
 # transformers' tables of model classes, what predicts tokens first.
@@ -28,9 +30,12 @@ _PLAIN = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 _OTHERS = ("SEQ_TO_SEQ_CAUSAL_LM", "TEXT_TO_WAVEFORM", "TOKEN_CLASSIFICATION")
 _GENERATES = ("ForCausalLM", "ForConditionalGeneration", "ForBlockDiffusion")
 _TOKENS = 12
+_MOST_PARAMETERS = 60_000_000  # 240 MB in float32
+_REPAIRS = 4  # fields that a class reads and its config lacks, added one at a time
+_FORMS = (Sizes(), Sizes(fill=True), Sizes(other=True), Sizes(fill=True, other=True))
 
 
-@dataclass
+@dataclass(eq=False)
 class Instance:
     """A small model.
 
@@ -41,7 +46,8 @@ class Instance:
         calls: Of each module that ran, the arguments of its first call, by position and by name.
         inputs: Of each module that ran, the first tensor among them.
         outputs: Of each module that ran, its first tensor result.
-        not_run: Why no forward pass was possible; empty where it was.
+        not_run: Why a forward pass failed; empty where it ran.
+        optional: What was changed in a form that is not the one by default; empty for that one.
     """
 
     config: Any
@@ -51,11 +57,15 @@ class Instance:
     inputs: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
     outputs: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
     not_run: str = ""
+    optional: str = ""
 
     @functools.cached_property
     def saved(self) -> tuple[dict[str, TensorShape], dict[str, Any]]:
         """Names, shapes and dtypes that transformers saves the model under, and its config.json."""
         with tempfile.TemporaryDirectory() as folder, quiet_transformers():
+            generation = getattr(self.model, "generation_config", None)
+            if generation is not None:  # a config's top_k may be that of a router
+                self.model.generation_config = type(generation)()
             self.model.save_pretrained(folder)
             tensors: dict[str, TensorShape] = {}
             for file in sorted(Path(folder).glob("*.safetensors")):
@@ -86,44 +96,108 @@ def known_here(model_type: str) -> bool:
     return model_type in CONFIG_MAPPING
 
 
-def instances(model_type: str, given: Mapping[str, Any] | None = None) -> list[Instance]:
+def instances(model_type: str) -> list[Instance]:
     """Build the small models that together show what an architecture can hold.
 
     Args:
         model_type: One that the installed transformers knows.
-        given: Config fields that the class has no usable defaults for.
 
     Raises:
         CannotBuildError: None could be built.
     """
-    found: list[Instance] = []
-    errors: list[str] = []
-    shapes: set[str] = set()
-    for sizes in (Sizes(), Sizes(fill=True), Sizes(other=True), Sizes(fill=True, other=True)):
-        try:
-            with quiet_transformers():
-                config = small_config(model_type, sizes, given or {})
-                made = _instance(config)
-        except Exception as error:  # config and model classes may raise anything
-            errors.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
-            continue
-        shape = str([(n, tuple(p.shape)) for n, p in made.model.named_parameters()])
-        if shape not in shapes:
-            shapes.add(shape)
-            found.append(made)
-    if not found:
-        raise CannotBuildError(errors[-1])
-    if any(not made.not_run for made in found):
-        found = [made for made in found if not made.not_run]
-    return found
-
-
-def small_config(model_type: str, sizes: Sizes, given: Mapping[str, Any]) -> Any:
-    """Return a small config of a model type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[model_type]
-    return cls(**_merge(shrink(cls(), sizes), given))
+
+    def build(sizes: Sizes) -> Instance:
+        fields = shrink(cls(), sizes)
+        for _ in range(_REPAIRS):
+            try:
+                return _instance(config := cls(**fields))
+            except AttributeError as error:
+                if not _give_missing(config, fields, error, sizes):
+                    raise
+        return _instance(cls(**fields))
+
+    return _in_all_forms(build)
+
+
+def _give_missing(config: Any, fields: dict[str, Any], error: AttributeError, sizes: Sizes) -> bool:
+    """Add the field that a model read and its config lacks; return whether that was possible."""
+    value = missing_value(str(error.name), sizes)
+    if value is None or error.obj is None:
+        return False
+    if error.obj is config:
+        fields[str(error.name)] = value
+        return True
+    for key in getattr(config, "sub_configs", None) or ():
+        part = getattr(config, key, None)
+        inside = fields.setdefault(key, {}) if part is not None else None
+        if (
+            isinstance(inside, dict)
+            and (part is error.obj or hasattr(part, "sub_configs"))
+            and _give_missing(part, inside, error, sizes)
+        ):
+            return True
+    return False
+
+
+def instances_of_checkpoint(folder: Path, *, trust_remote_code: bool) -> list[Instance]:
+    """Build small models from a checkpoint's config; its weights are not read.
+
+    Raises:
+        ModelOptLiteError: As `modelopt_lite.build.load_config`.
+        CannotBuildError: None could be built.
+    """
+    config_json = read_json(folder / "config.json")
+    config = load_config(folder, config_json, trust_remote_code=trust_remote_code)
+    remote = bool(config_json.get("auto_map")) and trust_remote_code
+
+    def build(sizes: Sizes) -> Instance:
+        fields = {k: v for k, v in config.to_dict().items() if k != "quantization_config"}
+        small = type(config).from_dict(_merge(fields, shrink(config, sizes)))
+        small._name_or_path = str(folder)  # where transformers looks for the code
+        return _instance(small, _remote_model if remote else None)
+
+    return _in_all_forms(build)
+
+
+def _remote_model(config: Any) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_config(
+        config, trust_remote_code=True, dtype=torch.float32
+    )
+
+
+def _in_all_forms(build: Callable[[Sizes], Instance]) -> list[Instance]:
+    """Build every form; keep one model of each shape, those that run where any does."""
+    found: dict[str, Instance] = {}
+    errors: list[str] = []
+    for sizes in _FORMS:
+        try:
+            with quiet_transformers():
+                made = build(sizes)
+        except Exception as error:  # config and model classes may raise anything
+            errors.append(told(error))
+            continue
+        made.optional = "the other form (q_lora_rank, dense layers)" if sizes.other else ""
+        shape = str([(n, tuple(p.shape)) for n, p in made.model.named_parameters()])
+        if shape not in found or (found[shape].not_run and not made.not_run):
+            found[shape] = made
+    if not found:
+        raise CannotBuildError("; and ".join(dict.fromkeys((errors[0], errors[1]))))
+    kept = [made for made in found.values() if not made.not_run] or list(found.values())
+    if all(made.optional for made in kept):
+        for made in kept:
+            made.optional = ""
+    return kept
+
+
+def told(error: Exception) -> str:
+    """Return an error of someone else's code in one short line."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:300]}"
 
 
 def _merge(small: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,15 +209,34 @@ def _merge(small: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _instance(config: Any) -> Instance:
-    cls, kind = model_class(config)
+def _instance(config: Any, make: Callable[[Any], Any] | None = None) -> Instance:
     torch.manual_seed(0)
-    model = cls._from_config(config, dtype=torch.float32).eval()
-    model.requires_grad_(False)
+    kind = "causal LM"
+    if make is None:
+        cls, kind = model_class(config)
+
+        def make(config: Any) -> Any:
+            return cls._from_config(config, dtype=torch.float32)
+
+    with torch.device("meta"):
+        _check_size(make(config))
+    model = make(config)
+    model.eval().requires_grad_(False)
     _spread(model)
     made = Instance(config, model, kind)
     _run(made)
     return made
+
+
+def _check_size(model: nn.Module) -> None:
+    """Refuse what is not small: a size of it has a name that says nothing of what it is."""
+    count = sum(p.numel() for p in model.parameters())
+    if count > _MOST_PARAMETERS:
+        name, largest = max(model.named_parameters(), key=lambda pair: pair[1].numel())
+        raise CannotBuildError(
+            f"the smallest model has {count:,} parameters; the largest is {name} "
+            f"{list(largest.shape)}"
+        )
 
 
 def _spread(model: nn.Module) -> None:
@@ -205,26 +298,47 @@ def _preference(cls: Any) -> tuple[int, str]:
 
 
 def _run(made: Instance) -> None:
-    """Run tokens through the model, and through parts that tokens did not reach."""
-    parts = [m for m in made.model.modules() if hasattr(m, "base_model_prefix")]
+    """Run tokens through the model, and through parts with experts that they did not reach."""
     hooks = [
         m.register_forward_hook(_recorder(made), with_kwargs=True) for m in made.model.modules()
     ]
-    errors = []
     try:
         with torch.no_grad(), eager_experts(made.model):
-            for part in parts:
-                if part in made.outputs or any(m in made.outputs for m in part.modules()):
+            for part in _parts(made.model):
+                if part in made.outputs:
                     continue
                 try:
                     _forward(part)
                 except Exception as error:  # the model's own code
-                    errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+                    made.not_run = made.not_run or told(error)
+                else:
+                    made.not_run = "" if part is made.model else made.not_run
     finally:
         for hook in hooks:
             hook.remove()
-    if not made.inputs:
-        made.not_run = errors[0] if errors else "it has nothing to run"
+    if any(part in made.outputs for part in _parts(made.model)[:2]):
+        made.not_run = ""
+
+
+def _parts(model: Any) -> list[Any]:
+    """Return the model, its text model, and other models inside that have token embeddings."""
+    others = [
+        m
+        for m in model.modules()
+        if hasattr(m, "base_model_prefix") and m is not model and _takes_tokens(m)
+    ]
+    try:
+        text = [text_model(model)]
+    except Exception:  # a composite without a decoder of its own
+        text = []
+    return list(dict.fromkeys([model, *text, *others]))
+
+
+def _takes_tokens(model: Any) -> bool:
+    try:
+        return isinstance(model.get_input_embeddings(), nn.Embedding)
+    except (NotImplementedError, AttributeError):
+        return False
 
 
 def _forward(part: Any) -> None:

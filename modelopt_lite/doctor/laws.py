@@ -87,9 +87,29 @@ def single_on_disk(
     return [tuple(found[expert][role] for role in wanted) for expert in sorted(found)]
 
 
-def stacked(block: Block, storage: ExpertStorageSpec) -> Matrices:
+def stacks_by_name(made: Instance, block: Block) -> dict[str, Tensor]:
+    """Return the stacks of a block by their names in memory and on disk, laid out as there.
+
+    Where transformers turns a stack round as it loads, the one on disk is a turned view.
+    """
+    state = made.model.state_dict(keep_vars=True)
+    own = {id(parameter) for parameter in block.stacks.values()}
+    found = dict(block.stacks)
+    names = made.names
+    places = names.places.items() if isinstance(names, NameMap) else ()
+    for source, (entry, region) in places:
+        if id(state[entry]) in own and not region:
+            shape, stack = made.saved[0][source].shape, state[entry].data
+            if shape in (tuple(stack.shape), tuple(stack.mT.shape)):
+                leaf = source.removesuffix(".weight").rpartition(".")[2]
+                found[leaf] = stack if shape == tuple(stack.shape) else stack.mT
+    return found
+
+
+def stacked(made: Instance, block: Block, storage: ExpertStorageSpec) -> Matrices:
     """Cut stacked parameters into matrices, as the export does; [] where one is not there."""
-    stacks = [block.stacks.get(name) for name in storage.stacked_names]
+    by_name = stacks_by_name(made, block)
+    stacks = [by_name.get(name) for name in storage.stacked_names]
     if not all(isinstance(stack, Tensor) and stack.ndim == 3 for stack in stacks):
         return []
     found: Matrices = []

@@ -17,7 +17,7 @@ def check_norms(subject: Subject) -> None:
     """Hold the names of weight-plus-one norms to what the norms compute."""
     names = subject.export.weight_plus_one_norm_names
     matched = False
-    for made in subject.instances:
+    for made in subject.each():
         for path, layer in subject.layers(made).items():
             for name, norm in norms_in(layer).items():
                 adds = adds_one(made, norm)

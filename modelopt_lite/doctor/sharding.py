@@ -23,7 +23,7 @@ def check_sharding(subject: Subject) -> None:
         return
     installed = Version(Version(transformers.__version__).base_version)
     attribute = ep.plan_config_attr if ep is not None else None
-    for made in subject.instances:
+    for made in subject.each():
         plans = {path: c for path, c in _configs(made.config) if _plan(c)}
         config = _at(made.config, attribute)
         if config is None:
@@ -44,7 +44,8 @@ def check_sharding(subject: Subject) -> None:
             )
         needs = Version((ep.requires_transformers if ep is not None else None) or _FRAMEWORK)
         given = ep.base_model_ep_plan if ep is not None else None
-        if not given and bool(own or plans) != (installed >= needs):
+        ours = spec.modeling_source == "transformers"
+        if ours and not given and bool(own or plans) != (installed >= needs):
             subject.wrong(
                 "ep_spec.requires_transformers",
                 f"{needs}, and transformers {installed} has {'a' if own or plans else 'no'} plan",
@@ -58,7 +59,7 @@ def _globs(subject: Subject, made: Instance, config: Any, plan: dict[str, str], 
     """Every glob of the spec's plan matches a parameter or module of the config's own model."""
     if not field:
         return
-    names = _names_below(made, config)
+    names = names_below(made, config)
     if dead := [glob for glob in plan if glob not in names]:
         experts = {n for n in names if "expert" in n}
         subject.wrong(
@@ -68,8 +69,8 @@ def _globs(subject: Subject, made: Instance, config: Any, plan: dict[str, str], 
         )
 
 
-def _names_below(made: Instance, config: Any) -> set[str]:
-    """Names of modules and parameters in the base models of a config, numbers as ``*``."""
+def names_below(made: Instance, config: Any) -> set[str]:
+    """Return names of modules and parameters in the base models of a config, numbers as ``*``."""
     found: set[str] = set()
     for module in made.model.modules():
         if getattr(module, "config", None) is not config or not hasattr(module, "base_model"):
@@ -78,6 +79,11 @@ def _names_below(made: Instance, config: Any) -> set[str]:
         for name, _ in (*base.named_modules(), *base.named_parameters()):
             found.add(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name))
     return found
+
+
+def configs_with_plan(config: Any) -> list[str]:
+    """Return the paths of the configs, from this one down, that carry a plan."""
+    return [path for path, part in _configs(config) if _plan(part)]
 
 
 def _plan(config: Any) -> dict[str, str]:

@@ -23,7 +23,10 @@ _WIDTHS: tuple[tuple[str, int], ...] = (
     (r"mamba_(d_ssm|intermediate)", 16),
     (r"merged_hidden_size|downsample_hidden_size", 32),
     (r"(.*_)?hidden_size|d_model|embed_dim|n_embd|decoder_dim|hidden_dim", 8),
-    (r"(vision_)?output_dim|projector_(in|out)put_dim|downsample_channels|output_channels", 8),
+    (
+        r"(vision_)?output_dim|projector_(in|out)put_dim|(.*_)?adapter_(in_dim|input_size)|downsample_channels|output_channels",
+        8,
+    ),
     (r"qk_head_dim", 4),
     (r"(.*_)?v_head_dim", 3),
     (r"(q|o)_lora_rank|router_hidden_size|laurel_rank|moe_latent_size", 4),
@@ -38,11 +41,18 @@ _WIDTHS: tuple[tuple[str, int], ...] = (
 _COUNTS: tuple[tuple[str, int], ...] = (
     (r"(moe_)?num_(local_)?experts|n_routed_experts|(num_)?routed_experts|moe_num_experts", 4),
     (r"(zero_expert_num|n_zero_experts)", 2),
-    (r"num_experts_per_tok|moe_top_?k|moe_k|top_k(_experts)?|experts_per_token|index_topk.*", 2),
+    (
+        r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k(_experts)?|experts_per_token",
+        2,
+    ),
     (r"(n|num)_shared_experts?|moe_num_shared_experts", 1),
-    (r"n_groups?|num_expert_group|o_groups|mamba_(n|num)_groups|num_code_groups|num_quantizers", 2),
-    (r"topk_groups?|first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
+    (
+        r"(n|num)_groups?|num_expert_group|o_groups|mamba_(n|num)_groups|num_code_groups|num_quantizers",
+        2,
+    ),
+    (r"(num_)?(moe_)?topk_groups?|first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
     (r"mamba_(n|num)_heads", 8),
+    (r"indexer_kv_heads", 1),
     (r"linear_num_key_heads", 2),
     (r"linear_num_value_heads", 4),
     (r"(.*_)?(num_key_value|kv_n|num_kv|kv)_heads", 2),
@@ -52,8 +62,11 @@ _COUNTS: tuple[tuple[str, int], ...] = (
     (r"(global_attn_every_n_layers|full_attention_interval|(attn|expert)_layer_period)", 2),
     (r"(attn|expert)_layer_offset|num_kv_shared_layers", 1),
     (r"sliding_window_pattern|no_rope_layer_interval|(encoder_|decoder_)?sparse_step", 2),
-    (r"max_position_embeddings|max_seq_len|n_positions|max_source_positions", 256),
-    (r"num_position_embeddings", 64),
+    (r"sliding_window|max_position_embeddings|max_seq_len|n_positions|max_source_positions", 256),
+    (r"num_position_embeddings|index_topk", 64),
+    (r"index_topk_blocks", 2),
+    (r"indexer_budget", 512),
+    (r"indexer_compress_ratio|clip_qkv", 4),
     (r"pos_emb_(height|width|time)", 4),
     (r"num_mel_bins", 16),
 )
@@ -65,11 +78,13 @@ _MOST_LAYERS = 8
 
 # Fields that some classes leave at None although their models cannot be built without.
 _NEEDED = re.compile(
-    r"(moe_)?num_(local_)?experts|n_routed_experts|num_experts_per_tok|moe_topk|top_k_experts|"
+    r"sliding_window|(moe_)?num_(local_)?experts|n_routed_experts|num_experts_per_tok|moe_topk|top_k_experts|"
     r"(n|num)_shared_experts|num_(global_)?key_value_heads|head_dim|moe_intermediate_size|"
-    r"shared_expert_intermediate_size"
+    r"shared_expert_intermediate_size|indexer_.*|ngram_vocab_size_base|clip_qkv|eos_token_id"
 )
 
+_MISSING: dict[str, int | float] = {"rope_theta": 10000.0, "spatial_merge_size": 2}
+_EXPERTS = re.compile(r"(moe_)?num_(local_)?experts|n_routed_experts|moe_topk|num_experts_per_tok")
 _TWO_FORMS = re.compile(r"q_lora_rank|moe_latent_size")
 _MOE_SWITCH = re.compile(r"is_moe|enable_moe(_block)?|use_moe")
 
@@ -101,13 +116,23 @@ def shrink(config: Any, sizes: Sizes) -> dict[str, Any]:
     small: dict[str, Any] = {}
     for key, value in values.items():
         if hasattr(value, "model_type") and hasattr(value, "to_dict"):
-            small[key] = {"model_type": value.model_type, **shrink(value, sizes)}
+            # What the config around it set differs from the class's own defaults.
+            changed = value.to_diff_dict().items()
+            own = {k: v for k, v in changed if isinstance(v, bool | int | float | str)}
+            own.pop("transformers_version", None)
+            small[key] = {**own, "model_type": value.model_type, **shrink(value, sizes)}
+        elif value == 1 and value is not True and sizes.fill and _EXPERTS.fullmatch(key):
+            small[key] = _number(key, 1 << 20, sizes)
         elif isinstance(value, int) and not isinstance(value, bool):
             made = _number(key, value, sizes)
             if made != value:
                 small[key] = made
+        elif isinstance(value, list | tuple) and key in ("hidden_sizes", "depths"):
+            small[key] = [min(v, 8 * sizes.unit if key == "hidden_sizes" else 1) for v in value]
         elif value is None and sizes.fill and _NEEDED.fullmatch(key):
             small[key] = _number(key, 1 << 20, sizes)
+        elif value is None and sizes.fill and key in ("layer_types", "mlp_layer_types"):
+            small[key] = _kinds(key, values)
         elif isinstance(value, bool) and _MOE_SWITCH.fullmatch(key) and sizes.fill:
             small[key] = True
     if sizes.other:
@@ -117,6 +142,22 @@ def shrink(config: Any, sizes: Sizes) -> dict[str, Any]:
     _images(values, small)
     _rotary(values, small, sizes)
     return small
+
+
+def missing_value(key: str, sizes: Sizes) -> int | float | None:
+    """Return a value for a field that a class reads and has no default for; None if unknown."""
+    if key in _MISSING:
+        return _MISSING[key]
+    value = _number(key, 1 << 20, sizes)
+    return value if value < 1 << 20 else None
+
+
+def _kinds(key: str, values: Mapping[str, Any]) -> list[str]:
+    """A layer of each kind, by the fields that there are, where the class lists none."""
+    if key == "mlp_layer_types":
+        return ["dense", "sparse"]
+    convolves = any(name.startswith("conv_") for name in values)
+    return ["conv" if convolves else "full_attention", "full_attention"]
 
 
 def _number(key: str, value: int, sizes: Sizes) -> int:
@@ -161,7 +202,8 @@ def _layers(values: Mapping[str, Any], small: dict[str, Any]) -> None:
     lists = {
         key: value
         for key, value in values.items()
-        if isinstance(value, list | tuple) and len(value) == count > 1 and key not in counts
+        if isinstance(value, list | tuple) and len(value) == count > 1
+        if key not in counts and key not in small
     }
     kinds: dict[tuple[Any, ...], int] = {}
     for position, kind in enumerate(zip(*lists.values(), strict=True)):

@@ -31,6 +31,7 @@ class Subject:
     findings: list[Finding] = field(default_factory=list)
     unproven: list[str] = field(default_factory=list)
     blocks: dict[int, list[Block]] = field(default_factory=dict)
+    current: Instance | None = None
 
     def __post_init__(self) -> None:
         for made in self.instances:
@@ -51,9 +52,21 @@ class Subject:
         """The export section, or an empty one."""
         return self.spec.export_spec or ExportSpec()
 
+    def each(self) -> Iterator[Instance]:
+        """Yield the models one by one; what is said meanwhile is about that model."""
+        for made in self.instances:
+            self.current = made
+            yield made
+        self.current = None
+
     def wrong(self, field_name: str, found: str, remedy: str) -> None:
-        """Note that a field is contradicted; the same remedy of a field is told once."""
-        if not any((f.field, f.remedy) == (field_name, remedy) for f in self.findings):
+        """Note that a field is contradicted; the same remedy of a field is told once.
+
+        What only a form shows that the config class allows and does not default to is not proven.
+        """
+        if self.current is not None and self.current.optional:
+            self.open(f"{field_name}: with {self.current.optional}: {remedy}")
+        elif not any((f.field, f.remedy) == (field_name, remedy) for f in self.findings):
             self.findings.append(Finding(field_name, found, remedy))
 
     def open(self, what: str) -> None:
@@ -70,7 +83,7 @@ class Subject:
 
     def all_blocks(self) -> Iterator[tuple[Instance, Block]]:
         """Yield every block that the spec matches, with its model."""
-        for made in self.instances:
+        for made in self.each():
             for block in self.matched_blocks(made):
                 yield made, block
 

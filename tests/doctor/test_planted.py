@@ -79,7 +79,7 @@ PLANTED: list[tuple[str, str, dict[str, Any], str, str]] = [
         "expert_storage_spec",
         {"shared_expert_names": ("shared_experts",)},
         "",
-        "remove",
+        "'shared_expert'",
     ),
     ("qwen3_moe", "expert_storage_spec", {"container": "mlps"}, "expert_storage_spec", "container"),
     ("gemma3", "ptq_spec", {"skip_modules": ("*multi_modal_projector*",)}, "", "vision_tower"),
@@ -150,7 +150,23 @@ def test_an_incomplete_norm_feed_is_found() -> None:
     norm_feeds = feeds(spec, "input_layernorm", ("self_attn.q_proj", "self_attn.k_proj"))
     found = examine(planted(spec, "ptq_spec", norm_feeds=norm_feeds), built("qwen3_moe")).findings
     assert {f.field for f in found} == {"ptq_spec.norm_feeds"}
-    assert all("self_attn.v_proj" in f.remedy for f in found)
+    by_address, by_folding = found
+    assert "self_attn.v_proj" in by_address.remedy
+    assert "something else reads it" in by_folding.found
+
+
+def test_a_norm_that_the_residual_reads_too_is_found_by_folding() -> None:
+    """MiniMax adds what a norm put out, not what it read: its readers alone are not enough."""
+    spec = spec_of("minimax")
+    assert spec.ptq_spec is not None
+    more = ("post_attention_layernorm", ("block_sparse_moe.experts", "block_sparse_moe.gate"))
+    if installed >= Version("5"):
+        more = (more[0], ("mlp.experts", "mlp.gate"))
+    found = examine(
+        planted(spec, "ptq_spec", norm_feeds=(*spec.ptq_spec.norm_feeds, more)), built("minimax")
+    ).findings
+    assert [f.field for f in found] == ["ptq_spec.norm_feeds"]
+    assert "something else reads it" in found[0].found
 
 
 @pytest.mark.parametrize("glob", ["layers.*.mlp.expert.gate_up_proj", "model.layers.*.mlp.experts"])

@@ -1,0 +1,397 @@
+"""A first draft of a spec, from what small models of a type show."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from packaging.version import Version
+from torch import nn
+
+from modelopt_lite.checkpoint.names import NameMap
+from modelopt_lite.doctor.anatomy import Block, child_of, layer_lists, norms_in
+from modelopt_lite.doctor.disk import outside_layers, roles_in_layers, tower_of
+from modelopt_lite.doctor.feeds import readers_of_norms, siblings
+from modelopt_lite.doctor.instance import Instance
+from modelopt_lite.doctor.laws import judge, single, single_on_disk, stacked, stacks_by_name
+from modelopt_lite.doctor.norms import adds_one
+from modelopt_lite.doctor.sharding import configs_with_plan, names_below
+from modelopt_lite.doctor.subject import Subject
+from modelopt_lite.models.specs import (
+    STRUCTURAL_PTQ,
+    EPSpec,
+    ExpertStorageSpec,
+    ExportSpec,
+    ModelSpec,
+    MoESpec,
+    NamingSpec,
+    PTQSpec,
+)
+from modelopt_lite.offload.units import output_head, text_model
+
+# What engines call the matrices of experts that only ever lie in stacks.
+_USUAL = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass
+class Draft:
+    """A spec, and what is still to be found out, by field."""
+
+    spec: ModelSpec
+    todo: dict[str, str] = field(default_factory=dict)
+
+
+def draft_spec(model_type: str, made: list[Instance], *, remote_code: bool) -> Draft:
+    """Describe a model type as its small models show it.
+
+    Args:
+        model_type: That of the config.
+        made: Small models of it.
+        remote_code: Their code came with a checkpoint.
+    """
+    import transformers
+
+    todo: dict[str, str] = {}
+    subject = Subject(ModelSpec(model_type=model_type), made)
+    installed = Version(transformers.__version__)
+    blocks = [(m, b) for m in made for b in subject.blocks[id(m)]]
+    moe, storage = _experts(blocks, todo)
+    layers = _layer_names(made)
+    ptq = PTQSpec(layer_names=layers, router_names=_names(r for _, b in blocks for r in b.routers))
+    spec = ModelSpec(
+        model_type=model_type,
+        min_transformers_version=None if remote_code else f"{installed.major}.{installed.minor}",
+        modeling_source="remote_code" if remote_code else "transformers",
+        moe_spec=moe,
+        ptq_spec=ptq,
+        expert_storage_spec=storage,
+    )
+    if not remote_code:
+        todo["min_transformers_version"] = "the first release with these classes, if it is earlier"
+    spec = dataclasses.replace(spec, ptq_spec=_ptq(Subject(spec, made)))
+    spec = dataclasses.replace(
+        spec,
+        export_spec=_export(Subject(spec, made)),
+        ep_spec=_sharding(Subject(spec, made), todo) if moe is not None else None,
+        naming_spec=None if remote_code else _naming(Subject(spec, made)),
+    )
+    return Draft(spec, todo)
+
+
+def _names(names: Iterable[str]) -> tuple[str, ...]:
+    """Each once, in the order of appearance."""
+    return tuple(dict.fromkeys(names))
+
+
+def _experts(
+    blocks: list[tuple[Instance, Block]], todo: dict[str, str]
+) -> tuple[MoESpec | None, ExpertStorageSpec | None]:
+    """Describe the blocks and their experts; (None, None) for a dense model."""
+    if not blocks:
+        return None, None
+    classes = _names(type(b.module).__name__ for _, b in blocks)
+    container = next((b.container for _, b in blocks if b.container), "experts")
+    storage = ExpertStorageSpec(container=container, shared_expert_names=_shared(blocks))
+    made, block = next(((m, b) for m, b in blocks if b.module in m.calls), blocks[0])
+    if (order := _single_names(made, block, storage)) is None:
+        todo["expert_storage_spec.linear_names"] = "gate, up and down, in this order"
+        order = ()
+    storage = dataclasses.replace(storage, linear_names=order)
+    if block.stacks and (found := _stack_names(made, block, storage)) is not None:
+        storage = found
+    elif block.stacks:
+        todo["expert_storage_spec.stacked_names"] = f"among {', '.join(block.stacks)}"
+    elif len(order) == 3:
+        storage = dataclasses.replace(storage, stacked_names=("gate_up_proj", "down_proj"))
+    return _moe(classes, made, block, storage, todo)
+
+
+def _moe(
+    classes: tuple[str, ...],
+    made: Instance,
+    block: Block,
+    storage: ExpertStorageSpec,
+    todo: dict[str, str],
+) -> tuple[MoESpec, ExpertStorageSpec]:
+    order = storage.linear_names
+    if not order and storage.stacked_names and "linear_names" not in str(todo):
+        biased = any(name.endswith("bias") for name, _ in _parameters(block))
+        if biased or storage.interleaved_gate_up:
+            todo["expert_storage_spec.export_stacked"] = "do engines read the stacks as they are?"
+            moe = MoESpec(
+                block_names=classes,
+                expert_linear_names=storage.stacked_names,
+                fused_expert_names=True,
+            )
+            return moe, dataclasses.replace(storage, export_stacked=True)
+        gated = any(r > 1 for r in _widths(made, block, storage))
+        order = _USUAL if gated else _USUAL[1:]
+        todo["expert_storage_spec.linear_names"] = "what engines call the experts one by one"
+        storage = dataclasses.replace(storage, linear_names=order)
+    moe = MoESpec(
+        block_names=classes,
+        expert_linear_names=order or None,
+        gate_up_pair=(order[0], order[1]) if len(order) == 3 else None,
+    )
+    return moe, storage
+
+
+def _parameters(block: Block) -> Iterator[tuple[str, Any]]:
+    container = child_of(block.module, block.container) if block.container else block.module
+    if isinstance(container, nn.Module):
+        yield from container.named_parameters()
+
+
+def _widths(made: Instance, block: Block, storage: ExpertStorageSpec) -> list[int]:
+    """How many matrices each stack but the last holds."""
+    matrices = stacked(made, block, storage)
+    stacks = len(storage.stacked_names)
+    return [2 if matrices and len(matrices[0]) > stacks else 1, len(matrices[0]) - 1]
+
+
+def _shared(blocks: list[tuple[Instance, Block]]) -> tuple[str, ...]:
+    from modelopt_lite.doctor.classes import dense_children
+
+    return _names(name for _, block in blocks for name in dense_children(block))
+
+
+def _single_names(
+    made: Instance, block: Block, storage: ExpertStorageSpec
+) -> tuple[str, ...] | None:
+    """Return the names of single experts as (gate, up, down), () without any; None if unclear."""
+    if block.experts:
+        found = {n for n, m in block.experts[0].named_modules() if isinstance(m, nn.Linear)}
+    else:
+        names = made.names
+        modules = (n.removesuffix(".weight") for n in made.saved[0])
+        found = {m.rpartition(".")[2] for m in modules if storage.expert_of(m)[0] is not None}
+        if not isinstance(names, NameMap):
+            return None
+    if not found:
+        return ()
+    if block.module not in made.calls:
+        return None
+    for order in itertools.permutations(sorted(found)):
+        if block.experts:
+            matrices = single(block, order)
+        else:
+            named = dataclasses.replace(storage, linear_names=order)
+            assert isinstance(made.names, NameMap)
+            matrices = single_on_disk(made, block, made.names, named)
+        if matrices and judge(made, block, matrices) == "holds":
+            return order
+    return None
+
+
+def _stack_names(
+    made: Instance, block: Block, storage: ExpertStorageSpec
+) -> ExpertStorageSpec | None:
+    """Return the section with the names and layout of the stacks; None if unclear."""
+    if block.module not in made.calls:
+        return None
+    by_name = stacks_by_name(made, block)
+    storage = dataclasses.replace(storage, stacked_parent=_parent_on_disk(made, block, storage))
+    on_disk = {n: t for n, t in by_name.items() if n not in block.stacks}
+    # Where the disk has stacks of its own names, those are meant; else the names in memory.
+    weights = [name for name, p in (on_disk or by_name).items() if p.ndim == 3]
+    for names in itertools.permutations(weights):
+        for major, interleaved in itertools.product((False, True), repeat=2):
+            named = dataclasses.replace(
+                storage, stacked_names=names, input_major=major, interleaved_gate_up=interleaved
+            )
+            matrices = stacked(made, block, named)
+            if matrices and judge(made, block, matrices) == "holds":
+                return named
+    return None
+
+
+def _parent_on_disk(made: Instance, block: Block, storage: ExpertStorageSpec) -> str | None:
+    """Return where in the block stacks lie on disk, where that is not the container."""
+    state = made.model.state_dict(keep_vars=True)
+    own = {id(parameter) for parameter in block.stacks.values()}
+    names = made.names
+    depth = len(block.path.split("."))
+    for source, (entry, region) in names.places.items() if isinstance(names, NameMap) else ():
+        if id(state[entry]) in own and not region:
+            parent = source.removesuffix(".weight").rpartition(".")[0]
+            inside = ".".join(parent.split(".")[depth:])
+            return None if f".{parent}".endswith(f".{storage.container}") else inside
+    return None
+
+
+def _layer_names(made: list[Instance]) -> tuple[str, ...]:
+    """Return the classes of the layers of the text model."""
+    found: list[str] = []
+    for one in made:
+        inside = set(text_model(one.model).modules())
+        lists = [ls for ls in layer_lists(one.model).values() if ls[0] in inside]
+        longest = max(lists, key=len, default=nn.ModuleList())
+        found += [type(layer).__name__ for layer in longest]
+    return _names(found)
+
+
+def _ptq(subject: Subject) -> PTQSpec:
+    """Fill in what a forward pass and the names on disk show."""
+    moe, ptq = subject.spec.moe_spec, subject.ptq
+    groups = [
+        group
+        for group in STRUCTURAL_PTQ.fused_linears
+        if any(
+            siblings(layer, group)
+            for made in subject.instances
+            for layer in subject.layers(made).values()
+        )
+    ]
+    if moe is not None and moe.gate_up_pair and moe.gate_up_pair not in groups:
+        groups.append(moe.gate_up_pair)
+    feeds: dict[str, dict[str, None]] = {}
+    for made in subject.instances:
+        for path, layer in subject.layers(made).items():
+            for norm, readers in readers_of_norms(subject, made, layer).items():
+                for reader in sorted(readers):
+                    names = _spellings(subject, made, path, reader)
+                    feeds.setdefault(norm, {}).update(dict.fromkeys(names))
+    towers = {
+        glob
+        for made in subject.instances
+        for name in outside_layers(subject, made)
+        for glob in (f"*{tower_of(name)}*",)
+    }
+    convolutions = {
+        f"*.{name.rpartition('.')[2]}"
+        for made in subject.instances
+        for layer in subject.layers(made).values()
+        for name, m in layer.named_modules()
+        if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    }
+    return dataclasses.replace(
+        ptq,
+        skip_modules=(*sorted(towers), *sorted(convolutions)),
+        fused_linears=tuple(groups),
+        norm_feeds=tuple((norm, tuple(readers)) for norm, readers in feeds.items()),
+        key_value_names=_key_value_names(subject),
+    )
+
+
+def _spellings(subject: Subject, made: Instance, path: str, reader: str) -> list[str]:
+    """Return a reader's path in a layer as on disk, and as in memory where that differs."""
+    number, names = path.rpartition(".")[2], made.names
+    found = []
+    if isinstance(names, NameMap):
+        for source, (entry, _) in names.places.items():
+            if f"{entry}.".startswith(f"{path}.{reader}."):
+                inside = source.removesuffix(".weight").partition(f".{number}.")[2]
+                container = subject.storage.expert_of(inside)[1]
+                stack = len(made.saved[0][source].shape) == 3
+                leaf = stack and inside.rpartition(".")[2] in subject.storage.stacked_names
+                found.append(container or (inside.rpartition(".")[0] if leaf else inside))
+                break
+    return list(dict.fromkeys([*found, reader]))
+
+
+def _key_value_names(subject: Subject) -> tuple[str, str]:
+    """k_proj and v_proj, or the one linear that makes queries, keys and values."""
+    usual = PTQSpec().key_value_names
+    for made in subject.instances:
+        for layer in subject.layers(made).values():
+            for module in layer.modules():
+                children = {n for n, m in module.named_children() if isinstance(m, nn.Linear)}
+                if "attention" not in type(module).__name__.casefold() or not children:
+                    continue
+                if set(usual) <= children or any(n.startswith("kv_") for n in children):
+                    return usual
+                if joined := [n for n in children if "qkv" in n.casefold()]:
+                    return joined[0], joined[0]
+    return usual
+
+
+def _export(subject: Subject) -> ExportSpec | None:
+    plus = _names(
+        type(norm).__name__
+        for made in subject.instances
+        for layer in subject.layers(made).values()
+        for norm in norms_in(layer).values()
+        if adds_one(made, norm)
+    )
+    return ExportSpec(weight_plus_one_norm_names=plus) if plus else None
+
+
+def _sharding(subject: Subject, todo: dict[str, str]) -> EPSpec | None:
+    """None where the config has a plan at its root; else where it is, or one of our own."""
+    made = subject.instances[0]
+    plans = configs_with_plan(made.config)
+    if "" in plans:
+        return None
+    if plans:
+        return EPSpec(plan_config_attr=plans[0])
+    block = next(b for b in subject.blocks[id(made)]) if subject.blocks[id(made)] else None
+    if block is None or not block.stacks:
+        return None
+    names = names_below(made, made.config)
+    prefix = block.container
+    plan = {
+        name: "grouped_gemm"
+        for name in sorted(names)
+        if prefix and any(name.endswith(f".{prefix}.{stack}") for stack in block.stacks)
+    }
+    if not plan:
+        return None
+    todo["ep_spec.base_model_ep_plan"] = "no run with sharded experts has tried this plan"
+    return EPSpec(base_model_ep_plan=plan)
+
+
+def _naming(subject: Subject) -> NamingSpec | None:
+    """What the names on disk say; None where that does not tell all."""
+    found: list[str] = []
+    lists: list[str] = []
+    embeddings: list[str] = []
+    heads: list[str] = []
+    for made in subject.instances:
+        names = made.names
+        if not isinstance(names, NameMap):
+            return None
+        found += sorted(roles_in_layers(subject, made))
+        modules = dict(made.model.named_modules())
+        layers = subject.layers(made)
+        embedding = made.model.get_input_embeddings()
+        for source in made.saved[0]:
+            place = names.place(source)
+            if place is None:
+                continue
+            owner = place[0].rpartition(".")[0]
+            inside = next((path for path in layers if owner.startswith(f"{path}.")), None)
+            if inside is not None:
+                number = inside.rpartition(".")[2]
+                head, found_at, _ = source.partition(f".{number}.")
+                lists += [head] if found_at else []
+            elif modules.get(owner) is embedding:
+                embeddings.append(source.removesuffix(".weight"))
+        head_found = output_head(made.model)
+        heads += [head_found[0]] if head_found is not None else []
+    config = subject.instances[0].config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return NamingSpec(
+        layer_linear_names=_names(found),
+        layer_lists=_names(lists),
+        embedding_names=_names(embeddings),
+        head_names=_names(heads) or ("lm_head",),
+        is_tied=bool(type(text)().tie_word_embeddings),
+        layer_count_keys=_count_keys(subject) or ("num_hidden_layers",),
+    )
+
+
+def _count_keys(subject: Subject) -> tuple[str, ...]:
+    """Return the keys of config.json that give the number of layers, one for each model."""
+    found: list[str] = []
+    for made in subject.instances:
+        written = made.saved[1]
+        written = written.get("text_config", written)
+        count = len(subject.layers(made))
+        usual = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+        lists = [k for k, v in written.items() if isinstance(v, list) and len(v) == count]
+        kinds = [k for k in lists if k.endswith(("_type", "_types"))]
+        found += [k for k in (*usual, *kinds) if written.get(k) is not None][:1]
+    return _names(found)

@@ -1,0 +1,108 @@
+"""docs/add_a_model.md: its commands take an unknown checkpoint with its own code to an export."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from modelopt_lite.verify.audit import audit
+
+ROOT = Path(__file__).parents[2]
+CODE = ROOT / "tests" / "data" / "wren_moe"
+CONFIG = {
+    "model_type": "wren_moe",
+    "architectures": ["WrenForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_wren.WrenConfig",
+        "AutoModelForCausalLM": "modeling_wren.WrenForCausalLM",
+    },
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the checkpoint ``wren-moe``, written without transformers."""
+    source = tmp_path / "wren-moe"
+    shutil.copytree(CODE, source)
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"model.embed_tokens": (512, 256), "lm_head": (512, 256), "model.norm": (256,)}
+    for layer in ("model.layers.0", "model.layers.1"):
+        shapes |= {f"{layer}.{norm}": (256,) for norm in ("first_norm", "second_norm")}
+        shapes |= {f"{layer}.self_attn.{x}_proj": (256, 256) for x in "qkvo"}
+        shapes[f"{layer}.flock.chooser"] = (4, 256)
+        for expert in range(4):
+            shapes[f"{layer}.flock.experts.{expert}.bend"] = (128, 256)
+            shapes[f"{layer}.flock.experts.{expert}.lift"] = (128, 256)
+            shapes[f"{layer}.flock.experts.{expert}.land"] = (256, 128)
+    tensors = {
+        f"{name}.weight": (torch.randn(shape, generator=generator) * 0.1).bfloat16()
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path
+
+
+def commands() -> list[str]:
+    text = (ROOT / "docs" / "add_a_model.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```console\n(.*?)```", text, flags=re.DOTALL)
+    return [line.removeprefix("$ ") for line in block.splitlines()]
+
+
+def test_three_commands_take_an_unknown_checkpoint_to_an_export(folder: Path) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "HF_MODULES_CACHE": str(folder / "modules"),
+    }
+    lines = commands()
+    assert len(lines) == 3
+    outputs = []
+    for line in lines:
+        words = line.replace("modelopt-lite", f"{sys.executable} -m modelopt_lite", 1)
+        made = subprocess.run(
+            ["sh", "-c", words],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert made.returncode == 0, f"{line}\n{made.stdout}{made.stderr}"
+        outputs.append(made.stdout)
+    assert "wrote my_models/wren_moe/specs.py: 0 TODOs left" in outputs[0]
+    assert "1 ok" in outputs[1]
+    written = (folder / "my_models" / "wren_moe" / "specs.py").read_text()
+    for fact in (
+        'block_names=("WrenFlock",)',
+        'linear_names=("bend", "lift", "land")',
+        'gate_up_pair=("bend", "lift")',
+        'router_names=("chooser",)',
+        'weight_plus_one_norm_names=("WrenNorm",)',
+        '("first_norm", ("self_attn.k_proj", "self_attn.q_proj", "self_attn.v_proj"))',
+        'modeling_source="remote_code"',
+    ):
+        assert fact in written
+    export = folder / "wren-moe-fp8"
+    assert not audit(export, source=folder / "wren-moe", deep=True)
+    tensors = load_file(export / "model.safetensors")
+    for name in ("self_attn.q_proj", "flock.experts.3.land"):
+        assert tensors[f"model.layers.1.{name}.weight"].dtype == torch.float8_e4m3fn
+    assert tensors["model.layers.1.flock.chooser.weight"].dtype == torch.bfloat16
