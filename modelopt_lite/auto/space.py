@@ -175,11 +175,11 @@ def find_space(
         if NO_FORMAT not in auto.formats and len(group.bytes) > 1:
             sizes = {fmt: size for fmt, size in group.bytes.items() if fmt != NO_FORMAT}
             group = replace(group, bytes=sizes)
-        elif set(group.bytes) == {NO_FORMAT} and on_bad_shape == "error":
+        elif NO_FORMAT not in auto.formats and on_bad_shape == "error":
             raise ShapeError(
                 f"no format of {', '.join(plans)} can hold all of {name} "
-                f"({list(candidates[0].shape)}); add one that can, exclude it, or leave it as it "
-                'is with on_bad_shape="skip" (--on-bad-shape skip)'
+                f"({list(candidates[0].shape)}); add one that can, or none, exclude it, or leave "
+                'it as it is with on_bad_shape="skip" (--on-bad-shape skip)'
             )
         if group.unit not in layers:
             group = replace(group, bytes={NO_FORMAT: _source_bytes(candidates, shapes)})
