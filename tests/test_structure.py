@@ -26,6 +26,7 @@ LAYERS = (
     ("request",),
     ("run", "evaluate"),
     ("pipeline", "data_free"),
+    ("ranks",),
     ("budgets", "finishing", "resume"),
     ("predict",),
     ("sharding",),
