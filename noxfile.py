@@ -102,6 +102,13 @@ def wheel(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def dist(session: nox.Session) -> None:
+    """Runs of several processes on this machine, over gloo: the bytes of one, and its failures."""
+    install(session, "-e", ".", *group("test"))
+    session.run("pytest", "-m", "dist", *session.posargs, env={**PASSIVE, "OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
 def gpu(session: nox.Session) -> None:
     """On a machine with a GPU: the oracle tests on it, then offloading against accelerate's."""
     install(session, "-e", ".", *group("test"))

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from modelopt_lite.auto.settle import settle
+from modelopt_lite.auto.settle import Settled, settle
 from modelopt_lite.budgets import Size, make_outlook
 from modelopt_lite.calibrate.data import CalibData
-from modelopt_lite.errors import DegradedError
+from modelopt_lite.checkpoint.journal import difference
+from modelopt_lite.errors import DegradedError, RecipeError
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.in_memory import export_hf, quantize
 from modelopt_lite.offloading import OffloadChoice
-from modelopt_lite.output import staged
+from modelopt_lite.output import staged, staged_export
+from modelopt_lite.parallel.team import Team, team_of_run
 from modelopt_lite.preview import dry_run
 from modelopt_lite.progress import Progress, make_progress
-from modelopt_lite.recipes import Recipe
+from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.report import REPORT_FILE, Report
 from modelopt_lite.request import Options, Request, make_request
 from modelopt_lite.run import Run
@@ -143,7 +147,21 @@ def quantize_and_export(
         verify=verify,
         progress=progress,
     )
-    settled = settle(ckpt, options)
+    with team_of_run() as team:
+        if team is None:
+            report = _run(settle(ckpt, options), ckpt)
+        else:
+            report = _run_rank(ckpt, options, team)
+    if strict and report.degraded:
+        raise DegradedError(
+            f"the export {report.export_dir} is complete, but the run had to fall back: "
+            f"{_degradations(report)}; see {Path(report.export_dir) / REPORT_FILE}",
+            report,
+        )
+    return report
+
+
+def _run(settled: Settled, ckpt: str | Path) -> Report:
     request = make_request(ckpt, settled.options)
     request.job.plan.notes.extend(settled.notes)
     request.load_data()
@@ -151,37 +169,87 @@ def quantize_and_export(
     if report is None:
         for check in request.checks():
             check()
-        report = _run(request, settled.seconds)
-    if strict and report.degraded:
-        raise DegradedError(
-            f"the export {request.target} is complete, but the run had to fall back: "
-            f"{_degradations(report)}; see {request.target / REPORT_FILE}",
-            report,
-        )
+        report = _write(request, searched=settled.seconds)
     return report
 
 
-def _run(request: Request, searched: float) -> Report:
-    job, options, target = request.job, request.options, request.target
-    recipe = job.plan.recipe.name
-    report = Report(str(target), recipe, job.model_type, details=request.details)
+def _run_rank(ckpt: str | Path, options: Options, team: Team) -> Report:
+    """Do one rank's part of a run; every rank returns the report."""
+    if load_recipe(options.recipe).auto_quantize is not None:
+        raise RecipeError(
+            "auto_quantize searches in one process, and this run has several; export once in one, "
+            "then start all with the recipe that the search wrote into search_dir"
+        )
+    request = make_request(ckpt, options, world_size=team.world_size, rank=team.rank)
+    request.load_data()
+    _check_alike(request, team)
+    report = team.decide("look for an export", request.finished)
+    if report is not None:
+        return report
+    if team.is_first:
+        for check in request.checks():
+            check()
+    else:
+        request.make_schedule()
+    team.barrier("checks")
+    if not team.is_first:
+        _follow(request, team)
+    return team.decide("report", partial(_write, request, team))
+
+
+def _check_alike(request: Request, team: Team) -> None:
+    """Refuse ranks whose inputs differ: their parts would not fit together."""
+    details = team.everyone("inputs", json.loads(json.dumps(request.details)))
+    for rank, other in enumerate(details):
+        if other != details[0]:
+            raise RecipeError(
+                f"rank {rank} runs with other inputs than rank 0: "
+                f"{difference(details[0], other)}; start all with the same command and versions"
+            )
+
+
+def _write(request: Request, team: Team | None = None, *, searched: float = 0.0) -> Report:
+    """Make the export and put it into its place."""
+    options, target, job = request.options, request.target, request.job
+    predicted = request.prediction()
+    report = _begun(request)
     if searched:
         report.seconds["choose formats"] = searched
-    predicted = request.prediction()
-    report.notes += request.notes
-    report.predicted_memory_bytes = predicted.host_peak
     outlook = make_outlook(job, predicted, request.budgets, request.data)
     with torch.random.fork_rng(devices=[]), make_progress(options.progress, outlook) as tell:
         torch.manual_seed(options.seed)
         with staged(target, overwrite=options.overwrite, resume=options.resume) as work:
-            run = Run(job, request.data, report, options.verify, tell)
-            run.weights(
-                work,
-                request.layout,
-                request.schedule,
-                options.moe_calibrate_all_experts,
-            )
+            run = Run(job, request.data, report, options.verify, tell, team)
+            run.weights(work, request.layout, request.schedule, options.moe_calibrate_all_experts)
             run.finish(work)
+    return report
+
+
+def _follow(request: Request, team: Team) -> None:
+    """Write what is this rank's into the export that rank 0 makes."""
+    options = request.options
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        run = Run(request.job, request.data, _begun(request), options.verify, _quiet, team)
+        run.weights(
+            staged_export(request.target),
+            request.layout,
+            request.schedule,
+            options.moe_calibrate_all_experts,
+        )
+        request.job.source.close()
+
+
+def _quiet(phase: str, done: int, total: int) -> None:
+    """Rank 0 tells how far the run is."""
+
+
+def _begun(request: Request) -> Report:
+    job = request.job
+    recipe = job.plan.recipe.name
+    report = Report(str(request.target), recipe, job.model_type, details=request.details)
+    report.notes += request.notes
+    report.predicted_memory_bytes = request.prediction().host_peak
     return report
 
 

@@ -97,16 +97,18 @@ def quantize(ckpt: Checkpoint, options: RunOptions) -> None:
     """Quantize a checkpoint and write one that engines load."""
     set_up_torch()
     from modelopt_lite.api import quantize_and_export
+    from modelopt_lite.parallel.team import is_first_process
     from modelopt_lite.report import Report
     from modelopt_lite.report_view import report_table
 
     try:
         report = quantize_and_export(ckpt, **options.arguments())
     except DegradedError as error:
-        if isinstance(error.report, Report):
+        if isinstance(error.report, Report) and is_first_process():
             show(report_table(error.report))
         raise
-    show(report_table(report))
+    if is_first_process():
+        show(report_table(report))
 
 
 @app.command()

@@ -64,9 +64,11 @@ def run_data_free(
         ready = _ahead(reader, loader.load, left, 1)
         before = len(units) - len(left)
         for done, (loaded, written) in enumerate(_ahead(quantizers, export, ready, workers)):
+            log.settle()
             log.finish(loaded.unit, written, exporter, sink)
             sink.then(partial(loader.release, loaded))
             progress(f"unit {loaded.unit.name}", before + done + 1, len(units))
+        log.settle()
 
 
 @dataclass(slots=True)

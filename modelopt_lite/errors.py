@@ -108,6 +108,19 @@ class RemoteCodeError(ModelOptLiteError):
     code = "MOL600"
 
 
+class RankError(ModelOptLiteError):
+    """Another process of the run failed, died, or never started; the message names it.
+
+    ``keeps`` says that nothing is wrong with the inputs: the same run may go on later.
+    """
+
+    code = "MOL650"
+
+    def __init__(self, message: str, keeps: bool = False) -> None:
+        super().__init__(message)
+        self.keeps = keeps
+
+
 class AuditError(ModelOptLiteError):
     """A written checkpoint breaks one of the rules of the audit."""
 

@@ -25,7 +25,7 @@ from modelopt_lite.export.translate import translate
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.models import get_spec
 from modelopt_lite.naming import UnclearNamesError, structure_from_names
-from modelopt_lite.offload.expert_parts import joined, split_experts
+from modelopt_lite.offload.expert_parts import joined, split_experts, split_stacks
 from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.units import Unit
 from modelopt_lite.parallel.degrees import Degrees
@@ -118,6 +118,7 @@ class Job:
             keep_dtype=keeps,
             dtype_on_disk=lambda name: self.source.tensors[name].dtype,
             device=self.device,
+            read_rows=self.source.read_rows,
         )
 
     def unit_bytes(self, layers: int = 2) -> tuple[int, int]:
@@ -155,7 +156,7 @@ class Job:
         for layer in joined(self.plan.units):
             if not layer.is_layer or store.bytes_of(layer) <= room:
                 continue
-            rest, *parts = split_experts(layer, self.model, self.plan.names, 1)
+            rest, *parts = layer_parts(layer, self.plan, self.model, 1, stacks=self.share > 0)
             if parts:
                 one = max(map(store.bytes_of, parts))
                 left = room - store.bytes_of(rest)
@@ -168,7 +169,7 @@ class Job:
         if self.share:  # a part is one rank's
             size = max(d for d in range(1, min(size, self.share) + 1) if self.share % d == 0)
         for plan in self.plans.values():
-            split_layers(plan, self.model, size)
+            split_layers(plan, self.model, size, stacks=self.share > 0)
         return size
 
     def sidecar_bytes(self) -> int:
@@ -176,17 +177,28 @@ class Job:
         return sum((self.folder / path).stat().st_size for path in sidecar_files(self.folder))
 
 
-def split_layers(plan: Plan, model: nn.Module, size: int) -> None:
-    """Have the experts of every layer come in ``size`` at a time, where that can be.
+def layer_parts(
+    unit: Unit, plan: Plan, model: nn.Module, size: int, *, stacks: bool = False
+) -> list[Unit]:
+    """Split a layer into its experts, ``size`` at a time, and the rest of it, which comes first.
 
-    It cannot be where all experts of a layer become one tensor.
+    Experts that become one tensor are split only where ``stacks`` is given: such parts can be
+    brought in, and what they become is made of the whole tensor.
     """
-    taken = {m.entry for m in plan.matrices if m.stacked}
+    stacked = {m.entry for m in plan.matrices if m.stacked and not m.region}
+    if not unit.is_layer:
+        return [unit]
+    if stacked.isdisjoint(unit.entries):
+        return split_experts(unit, model, plan.names, size)
+    return split_stacks(unit, model, plan.names, stacked, size) if stacks else [unit]
+
+
+def split_layers(plan: Plan, model: nn.Module, size: int, *, stacks: bool = False) -> None:
+    """Have the experts of every layer come in ``size`` at a time, where that can be."""
     units: list[Unit] = []
     part_of: dict[tuple[str, int | None], str] = {}
     for unit in joined(plan.units):
-        whole = not unit.is_layer or not taken.isdisjoint(unit.entries)
-        parts = [unit] if whole else split_experts(unit, model, plan.names, size)
+        parts = layer_parts(unit, plan, model, size, stacks=stacks)
         units += parts
         for part in parts[1:]:
             for entry in part.entries:

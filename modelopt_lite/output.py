@@ -115,9 +115,10 @@ def staged(export_dir: Path, *, overwrite: bool, resume: bool = False) -> Iterat
             _replace(export, target, overwrite=overwrite)
             shutil.rmtree(work)
         except BaseException as error:
-            if resume and has_entries(work) and isinstance(error, KeyboardInterrupt | OutputError):
+            if resume and has_entries(work) and _may_go_on(error):
                 kept = f"what is finished stays in {work}; run the same again to go on"
-                raise type(error)(f"{str(error) or 'interrupted'}; {kept}") from error
+                error.args = (f"{str(error) or 'interrupted'}; {kept}",)
+                raise
             shutil.rmtree(work, ignore_errors=True)
             for parent in made:
                 if parent.is_dir() and not any(parent.iterdir()):
@@ -125,9 +126,19 @@ def staged(export_dir: Path, *, overwrite: bool, resume: bool = False) -> Iterat
             raise
 
 
+def staged_export(export_dir: Path) -> Path:
+    """Return the folder that `staged` gives, for other processes of the same run."""
+    return _work_folder(export_dir.resolve()) / _EXPORT
+
+
 def discard_unfinished(export_dir: Path) -> None:
     """Remove what an interrupted run into ``export_dir`` left."""
     shutil.rmtree(_work_folder(export_dir.resolve()), ignore_errors=True)
+
+
+def _may_go_on(error: BaseException) -> bool:
+    """Whether nothing is wrong with the inputs, so that a later run can go on."""
+    return isinstance(error, KeyboardInterrupt | OutputError) or getattr(error, "keeps", False)
 
 
 def _work_folder(target: Path) -> Path:

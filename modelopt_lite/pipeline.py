@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from modelopt_lite.finishing import OneBehind
 from modelopt_lite.job import Job
 from modelopt_lite.offload.store import Loaded
 from modelopt_lite.offload.stream import StreamedModel
-from modelopt_lite.offload.units import output_head
+from modelopt_lite.offload.units import Unit, output_head
 from modelopt_lite.offload.waiting import Waiting
 from modelopt_lite.plan import Plan
 from modelopt_lite.progress import Progress
+from modelopt_lite.ranks.crew import Alone
 from modelopt_lite.resume import UnitLog
 
 
@@ -41,6 +42,7 @@ def run_calibrated(
     scratch: Path,
     all_experts: bool,
     progress: Progress,
+    crew: Alone,
 ) -> None:
     """Calibrate and export unit by unit.
 
@@ -55,17 +57,18 @@ def run_calibrated(
         scratch: Folder of waiting activations that lie on disk.
         all_experts: Every expert sees every token.
         progress: Told how far the run is.
+        crew: The ranks of the run, as this one sees them.
     """
-    plan, model, evidence = job.plan, job.model, exporter.evidence
-    watch = InputWatch(evidence.visit)
+    plan, model = job.plan, job.model
+    watch = InputWatch(crew.visit)
     searches = plan.recipe.algorithm.needs_inputs
     watched = {m.entry for m in plan.matrices if searches or m.input_group is not None}
     with ExitStack() as stack:
         skipped = stack.enter_context(without_head(model, plan))
-        units = [unit for unit in plan.units if unit.name not in skipped]
+        units = [unit for unit in job.own_units if unit.name not in skipped]
         behind = stack.enter_context(OneBehind(overlapped=schedule.overlapped))
         tell = _counted(progress, len(units))
-        walk = _Walk(model, exporter, sink, log, watch, watched, behind, tell)
+        walk = _Walk(model, exporter, sink, log, watch, watched, behind, tell, crew)
         if plan.kv_cache:
             stack.enter_context(watch_attention(model, walk.visit_cache))
         if all_experts:
@@ -73,7 +76,8 @@ def run_calibrated(
         stack.enter_context(torch.inference_mode())
 
         def forward(batch: Tensor) -> None:
-            with streamed.rows, watch, model_code(model):
+            heard = nullcontext() if crew.silent else watch
+            with streamed.rows, heard, model_code(model):
                 model(input_ids=batch, use_cache=False)
 
         streamed = stack.enter_context(
@@ -87,17 +91,27 @@ def run_calibrated(
                 finished=log.finished_layers,
                 resident=job.resident,
                 again=walk.again if exporter.sequential else None,
+                stations=crew.stations,
+                serve=crew.serve,
             )
         )
-        passes = [partial(forward, batch) for batch in batches]
+        stack.enter_context(crew.sending(streamed, watch))
+        own = crew.batches(batches)
+        passes = [partial(forward, batch) for batch in own.values()]
         # Whole models go pass by pass; searches then would hold what entered all layers.
-        if schedule.units is None and not searches:
+        if schedule.units is None and not searches and type(crew) is Alone:
             streamed.run_resident(passes)
         else:
             waiting = None
             if schedule.waiting is not None:
                 waiting = stack.enter_context(Waiting(schedule.waiting, scratch, schedule.scratch))
-            streamed.run_together(passes, waiting=waiting, replay=log.replay, returned=log.returned)
+            streamed.run_together(
+                passes,
+                waiting=waiting,
+                replay=log.replay,
+                returned=(lambda *unheard: None) if crew.silent else log.returned,
+                numbers=list(own),
+            )
         walk.wait()
 
 
@@ -114,6 +128,7 @@ class _Walk:
         watched: set[str],
         behind: OneBehind,
         progress: Callable[[str], None],
+        crew: Alone,
     ) -> None:
         self._model = model
         self._exporter = exporter
@@ -123,6 +138,7 @@ class _Walk:
         self._watched = watched
         self._behind = behind
         self._progress = progress
+        self._crew = crew
         self._amax: dict[str, dict[str, Tensor]] = {}
         self._written: dict[str, list[str]] = {}  # layers that passes run through again
         self._of_parts: dict[str, list[str]] = {}
@@ -148,17 +164,16 @@ class _Walk:
     def visit_cache(self, module: str, key: Tensor, value: Tensor) -> None:
         """Take note of keys and values, once."""
         if not self._written:
-            self._exporter.evidence.cache.visit(module, key, value)
+            self._crew.visit_cache(module, key, value)
 
     def again(self, loaded: Loaded) -> None:
         """Quantize a layer, so that passes run through what it has become."""
         self._behind.wait()
         unit = loaded.unit
-        self._written[unit.name] = self._exporter.export(
-            unit, loaded.sources, self._amax[unit.name]
-        )
+        self._crew.learn(unit)
+        self._written[unit.name] = self._crew.export(unit, loaded.sources, self._amax[unit.name])
         self._watch.pause(self._watched)
-        self._exporter.replace(loaded)
+        self._crew.replace(loaded)
 
     def leaving(self, loaded: Loaded, give_back: Callable[[], None]) -> None:
         """Wait for the unit before, and have this one finished."""
@@ -168,8 +183,16 @@ class _Walk:
             self._watch.resume(self._watched)
             self._exporter.forget()
         self.wait()
+        if unit.parent is None:  # ranks talk to each other on this thread alone
+            self._log.settle()
+        if written is None and self._is_exported(unit):
+            self._crew.learn(unit)
         self._behind.start(partial(self._finish, loaded, amax, written, give_back))
         self._left.append(unit.name)
+
+    def _is_exported(self, unit: Unit) -> bool:
+        seen = unit.is_layer or self._exporter.sees_inputs(unit)
+        return seen or not self._log.is_finished(unit)
 
     def wait(self) -> None:
         """Wait for the unit that left last, and tell that it is finished."""
@@ -186,9 +209,9 @@ class _Walk:
     ) -> None:
         """Quantize and write a unit, unless that is done, note it, and give its memory back."""
         unit = loaded.unit
-        if unit.is_layer or self._exporter.sees_inputs(unit) or not self._log.is_finished(unit):
+        if self._is_exported(unit):
             if written is None:
-                written = self._exporter.export(unit, loaded.sources, amax)
+                written = self._crew.export(unit, loaded.sources, amax)
             if unit.parent is not None:
                 self._of_parts.setdefault(unit.parent, []).extend(written)
             else:

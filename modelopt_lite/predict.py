@@ -361,7 +361,12 @@ def _bytes_read(job: Job) -> int:
     foreign = [unit for unit in job.plan.units if not job.owns(unit)]
     if foreign:
         store = job.store()
-        for name in (name for unit in foreign for name in store.sources_of(unit)):
+        for unit in foreign:
+            if unit.of_stack and unit.experts is not None and job.rank:  # rank 0 makes the export
+                sizes = (source.tensors[name].nbytes for name in store.sources_of(unit))
+                size -= sum(sizes) * len(unit.experts) // unit.count
+        apart = (unit for unit in foreign if not unit.of_stack)
+        for name in (name for unit in apart for name in store.sources_of(unit)):
             parts = source.consumed.get(name) if isinstance(source, DequantizedSource) else None
             unread |= dict.fromkeys(parts or (name,))
     tensors = source.base.tensors if isinstance(source, DequantizedSource) else source.tensors

@@ -20,7 +20,7 @@ from modelopt_lite.errors import (
 from modelopt_lite.predict import BANDWIDTH, Prediction
 from modelopt_lite.report import Report
 from modelopt_lite.request import Options, Request, make_request
-from modelopt_lite.sharding import experts_of_layers, shard
+from modelopt_lite.sharding import experts_of_layers
 
 
 def dry_run(
@@ -161,9 +161,7 @@ def _parallel(request: Request) -> dict[str, Any] | None:
     counts = experts_of_layers(job)
     ranks = []
     for rank in range(degrees.world_size):
-        shard(job, degrees, rank)
-        with suppress(RecipeError):  # reported for the first rank, which takes as much
-            request.make_schedule()
+        job.rank = rank  # all ranks have the same schedule: their shares are of one size
         predicted = request.prediction()
         experts = {n: degrees.experts_of(rank, n) for n in dict.fromkeys(counts.values())}
         ranks.append(

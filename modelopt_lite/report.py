@@ -39,6 +39,7 @@ class Report:
         seconds: Phase -> wall seconds.
         peak_memory_bytes: High-water mark of the process's resident memory.
         predicted_memory_bytes: What was foretold of it when the run began.
+        ranks: Of several processes, what each read, its peak of weights and that of its memory.
         details: Fingerprints and versions that the bytes depend on.
         reused: This is the report of an earlier run with the same inputs, whose finished export
             was found; nothing was done. Never true in a file.
@@ -63,6 +64,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: int = 0
     predicted_memory_bytes: int = 0
+    ranks: list[dict[str, int]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     reused: bool = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -37,11 +38,12 @@ class UnitLog:
         self._open: dict[str, StepWriter] = {}
         self._files = ExitStack()
         self._last: Ticket | None = None
+        self._mark = ""  # in names of files
         self.notes: list[str] = []
-        steps = [Step.from_json(entry["step"]) for entry in journal.entries if entry["step"]]
+        steps = [Step.from_json(step) for entry in journal.entries for step in entry["steps"]]
         self.replay = Replay(journal.folder, steps, device)
         self._kept = self.replay.files
-        self.finished_layers = {e["unit"] for e in journal.entries if e["step"]}
+        self.finished_layers = {e["unit"] for e in journal.entries if e["steps"]}
         self._finished = {entry["unit"] for entry in journal.entries}
 
     def __enter__(self) -> UnitLog:
@@ -69,7 +71,7 @@ class UnitLog:
             return
         if name not in self._open:
             self._count += 1
-            step = StepWriter(self._journal.folder / f"outputs-{self._count:05d}.bin")
+            step = StepWriter(self._journal.folder / f"outputs-{self._count:05d}{self._mark}.bin")
             self._open[name] = step
             self._files.callback(step.close)
         try:
@@ -96,13 +98,18 @@ class UnitLog:
             sink.wait(self._last)
         self._last = sink.then(partial(self._commit, entry, step))
 
+    def settle(self) -> None:
+        """Have what several ranks must agree on settled; see `ranks.log`."""
+
     def _commit(self, entry: dict[str, Any], step: StepWriter | None) -> None:
         self._writer.sync()
-        done = step.finish() if step is not None else None
-        self._journal.add({**entry, "step": done.to_json() if done else None})
-        if done is None:
-            return
+        self._note(entry, [step.finish()] if step is not None else [])
+
+    def _note(self, entry: dict[str, Any], steps: Sequence[Step]) -> None:
+        """Add an entry, and remove the files that later runs do not need any more."""
+        self._journal.add({**entry, "steps": [step.to_json() for step in steps]})
         before = set(self._kept.values())
-        self._kept.update(dict.fromkeys(done.outputs, done.file))
+        for step in steps:
+            self._kept.update(dict.fromkeys(step.outputs, step.file))
         for name in before - set(self._kept.values()):
             (self._journal.folder / name).unlink()

@@ -27,9 +27,12 @@ from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.job import Job, versions
 from modelopt_lite.offload.memory import bound_caches
+from modelopt_lite.parallel.team import Team
 from modelopt_lite.pipeline import run_calibrated
 from modelopt_lite.plan import Plan
 from modelopt_lite.progress import Progress
+from modelopt_lite.ranks.crew import Alone, Ranks
+from modelopt_lite.ranks.log import RankLog
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.report import Report, peak_memory_bytes
 from modelopt_lite.resume import UnitLog
@@ -39,13 +42,14 @@ from modelopt_lite.words import counted
 
 @dataclass(slots=True)
 class Run:
-    """One run of a job into a folder."""
+    """One run of a job into a folder; or what one rank of several does of it."""
 
     job: Job
     data: CalibrationData | None
     report: Report
     verify: bool
     tell: Progress
+    team: Team | None = None
 
     def weights(
         self, folder: Path, layout: ExportLayout, schedule: Schedule, all_experts: bool
@@ -65,26 +69,57 @@ class Run:
             cache=cache_stats(job.plan.recipe, job.plan.numerics),
             statistics=input_statistics(job.plan),
         )
-        journal = Journal(folder.parent / JOURNAL, self.report.details)
+        team, follows = self.team, self.team is not None and not self.team.is_first
+        if team is not None and follows:
+            team.barrier("files")
+        journal = Journal(folder.parent / JOURNAL, self.report.details, reads=follows)
         written = [name for entry in journal.entries for name in entry["written"]]
         with (
-            ExportWriter(folder, layout, written=written) as writer,
-            UnitLog(journal, writer, job.device) as log,
+            ExportWriter(folder, layout, written=written, made=follows) as writer,
+            self._log(journal, writer) as log,
         ):
+            if team is not None and not follows:
+                team.barrier("files")
             with WriteBehind(writer) as sink:
                 exporter = Exporter([*job.plans.values()], job.source, sink, evidence, self.verify)
                 log.restore(exporter)
+                crew: Alone = Alone(exporter)
+                if team is not None:
+                    count = len(self.data.batches) if self.data is not None else 0
+                    crew = Ranks(team, job, exporter, count)
                 if self.data is not None:
-                    self._calibrated(self.data, exporter, sink, log, schedule, scratch, all_experts)
+                    self._calibrated(
+                        self.data, exporter, sink, log, schedule, scratch, all_experts, crew
+                    )
                 else:
                     with self.report.phase("quantize"):
                         workers = quantizer_count(job.device)
                         run_data_free(job, exporter, sink, log, workers=workers, progress=self.tell)
                         sink.flush()
-            writer.finish()
+            if team is not None:
+                team.barrier("written")
+            if not follows:
+                writer.finish()
         fill_report(self.report, job, exporter, evidence)
+        if isinstance(crew, Ranks):
+            self._add_ranks(crew)
         self.report.notes += log.notes
         self.report.export_bytes = layout.total_size
+
+    def _log(self, journal: Journal, writer: ExportWriter) -> UnitLog:
+        if self.team is None:
+            return UnitLog(journal, writer, self.job.device)
+        return RankLog(self.team, journal, writer, self.job.device)
+
+    def _add_ranks(self, ranks: Ranks) -> None:
+        """Note what each rank took."""
+        mine = {
+            "bytes_read": self.report.bytes_read,
+            "peak_weight_bytes": ranks.peak_weights,
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+        self.report.ranks = ranks.everyone("usage", mine)
+        self.report.bytes_read = sum(rank["bytes_read"] for rank in self.report.ranks)
 
     def _calibrated(
         self,
@@ -95,6 +130,7 @@ class Run:
         schedule: Schedule,
         scratch: Path,
         all_experts: bool,
+        crew: Alone,
     ) -> None:
         job = self.job
         batches = [batch.to(job.device) for batch in data.batches]
@@ -109,9 +145,12 @@ class Run:
                 scratch=scratch,
                 all_experts=all_experts,
                 progress=self.tell,
+                crew=crew,
             )
+            log.settle()
         with self.report.phase("quantize and copy the rest"):
-            exporter.export_rest(job.plan.units)
+            if self.team is None or self.team.is_first:
+                exporter.export_rest(job.plan.units)
             sink.flush()
 
     def finish(self, folder: Path) -> None:

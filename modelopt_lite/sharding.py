@@ -7,8 +7,8 @@ from functools import reduce
 from math import gcd
 
 from modelopt_lite.errors import SpecError
-from modelopt_lite.job import Job, split_layers
-from modelopt_lite.offload.expert_parts import joined, split_experts
+from modelopt_lite.job import Job, layer_parts, split_layers
+from modelopt_lite.offload.expert_parts import joined
 from modelopt_lite.parallel.degrees import Degrees, choose_degrees
 from modelopt_lite.parallel.spec import check_plan, check_supported, whole_experts
 
@@ -21,7 +21,7 @@ def experts_of_layers(job: Job) -> dict[str, int]:
         part
         for unit in joined(job.plan.units)
         if unit.is_layer
-        for part in split_experts(unit, job.model, job.plan.names, 1)[1:]
+        for part in layer_parts(unit, job.plan, job.model, 1, stacks=True)[1:]
     )
     return {part.container: part.count for part in parts}
 
@@ -46,8 +46,8 @@ def degrees_for(job: Job, world_size: int, ep: int | None) -> Degrees:
         check_supported(spec, job.model_type, version)
     if not counts:
         raise SpecError(
-            f"the experts of {job.model_type!r} cannot be sharded: those of a layer are one tensor "
-            f"on disk or in the export ({next(iter(together.values()))}), or modules of their own; "
+            f"the experts of {job.model_type!r} cannot be sharded: they are modules of their own, "
+            f"or are cut from tensors that hold all of them ({next(iter(together.values()))}); "
             "run it in one process, or give ep=1 (--ep 1): every rank then holds all experts"
         )
     return degrees
@@ -71,6 +71,6 @@ def shard(job: Job, degrees: Degrees, rank: int) -> None:
         return
     job.share = reduce(gcd, experts_of_layers(job).values()) // degrees.ep
     for plan in job.plans.values():
-        split_layers(plan, job.model, job.share)
+        split_layers(plan, job.model, job.share, stacks=True)
     sharded = {entry for unit in job.plan.units if unit.experts for entry in unit.entries}
     check_plan(job.model, job.plan.spec, sorted(sharded))

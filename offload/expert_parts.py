@@ -7,7 +7,7 @@ layer. Experts are parts of stacked parameters (transformers 5), or modules of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +55,38 @@ def split_experts(unit: Unit, model: nn.Module, names: NameMap, size: int) -> li
     if not parts:
         return [unit]
     taken = {entry for part in parts for entry in part.entries}
+    rest = replace(unit, entries=tuple(entry for entry in unit.entries if entry not in taken))
+    return [rest, *parts]
+
+
+def split_stacks(
+    unit: Unit, model: nn.Module, names: NameMap, stacks: Collection[str], size: int
+) -> list[Unit]:
+    """Split a layer whose experts are rows of tensors on disk, as `split_experts` does others.
+
+    Args:
+        unit: A layer.
+        model: The model, on the meta device.
+        names: Where its entries lie on disk.
+        stacks: Entries that hold all experts; the others of their module are split with them.
+        size: Experts a part.
+    """
+    parts: list[Unit] = []
+    taken: set[str] = set()
+    for path in dict.fromkeys(e.rpartition(".")[0] for e in unit.entries if e in stacks):
+        entries = [e for e in unit.entries if e.rpartition(".")[0] == path]
+        count = model.get_parameter(entries[0]).shape[0]
+        groups = [names.by_target[entry] for entry in entries]
+        whole = all(len(g.pieces) == 1 and not g.pieces[0].region for g in groups)
+        if not whole or any(model.get_parameter(e).shape[0] != count for e in entries):
+            continue
+        taken.update(entries)
+        for start in range(0, count, size):
+            rows = range(start, min(start + size, count))
+            part = _part(unit, path, rows, count, entries, is_stacked=True)
+            parts.append(replace(part, of_stack=True))
+    if not parts:
+        return [unit]
     rest = replace(unit, entries=tuple(entry for entry in unit.entries if entry not in taken))
     return [rest, *parts]
 

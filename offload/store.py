@@ -48,6 +48,7 @@ class WeightStore:
         keep_dtype: Whether an entry keeps the disk's dtype rather than the model's.
         dtype_on_disk: The dtype of a tensor on disk.
         device: Where the weights go.
+        read_rows: Reads some rows of a tensor.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class WeightStore:
         keep_dtype: Callable[[str], bool],
         dtype_on_disk: Callable[[str], torch.dtype],
         device: torch.device,
+        read_rows: Callable[[str, range], Tensor] | None = None,
     ) -> None:
         self._model = model
         self._names = names
@@ -66,6 +68,7 @@ class WeightStore:
         self._keep_dtype = keep_dtype
         self._dtype_on_disk = dtype_on_disk
         self._device = device
+        self._read_rows = read_rows
         self._blank = model.state_dict(keep_vars=True)
         self._rooms = Rooms(device)
 
@@ -76,7 +79,8 @@ class WeightStore:
     def sources_of(self, unit: Unit) -> list[str]:
         """Return the tensors on disk that a unit is made of."""
         groups, _, _ = self._layout(unit)
-        parts = [of_experts(g, unit.experts) if unit.is_stacked else g for g in groups]
+        sliced = unit.is_stacked and not unit.of_stack
+        parts = [of_experts(g, unit.experts) if sliced else g for g in groups]
         return [source for group in parts for source in group.sources]
 
     def kept_apart(self, unit: Unit) -> list[str]:
@@ -104,9 +108,21 @@ class WeightStore:
         }
         loaded = Loaded(unit, room, buffers)
         for group in groups:
+            if unit.of_stack:
+                self._load_rows(group, unit, loaded)
+                continue
             part = of_experts(group, unit.experts) if unit.is_stacked else group
             read_entries(part, self._read_to, buffers, keep=loaded.sources.__setitem__)
         return loaded
+
+    def _load_rows(self, group: TensorGroup, unit: Unit, loaded: Loaded) -> None:
+        assert self._read_rows is not None
+        assert unit.experts is not None
+        [name], [target] = group.sources, group.targets
+        value = self._read_rows(name, unit.experts).to(self._device)
+        loaded.buffers[target].copy_(value)
+        same = loaded.buffers[target].dtype == value.dtype
+        loaded.sources[name] = loaded.buffers[target] if same else value
 
     def attach(self, loaded: Loaded) -> None:
         """Put a loaded unit into the model."""

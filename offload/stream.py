@@ -42,6 +42,9 @@ class StreamedModel:
         resident: Units that stay in memory once they were read, and are not read again.
         again: Called with a layer that all passes have run through; they then run through it once
             more, with the same inputs, and go on with what it returns then. None: they run once.
+        stations: Layer -> places in it where passes wait for each other, when they `want` one.
+        serve: Called with a station when all passes wait there; parts of the layer then come in
+            where it asks for them, by `inside`.
 
     Attributes:
         rows: A context that passes run in, outside of any other that looks at torch's functions.
@@ -59,6 +62,8 @@ class StreamedModel:
         finished: Container[str] = (),
         resident: Container[str] = (),
         again: Entered | None = None,
+        stations: Mapping[str, Sequence[str]] | None = None,
+        serve: Callable[[str], None] = lambda station: None,
     ) -> None:
         self._model = model
         self._store = store
@@ -70,10 +75,14 @@ class StreamedModel:
         self._entered = entered
         self._leaving = leaving
         self._again = again
+        self._stations = dict(stations or {})
+        self._at = {name for names in self._stations.values() for name in names}
+        self._serve = serve
+        self._numbers: Sequence[int] | None = None
         self._inside: dict[str, Loaded] = {}
         self._lockstep: Lockstep | None = None
         self._parts = [unit for unit in units if unit.parent is not None]
-        self.rows = ExpertRows(model, self._parts, self._want)
+        self.rows = ExpertRows(model, self._parts, self.want)
         self._prefetcher = Prefetcher(
             store,
             expected_order(model, [u for u in units if u.name not in finished]),
@@ -101,6 +110,7 @@ class StreamedModel:
         replay: Replay | None = None,
         returned: Returned = lambda index, name, output: None,
         ended: Callable[[int], bool] = lambda index: False,
+        numbers: Sequence[int] | None = None,
     ) -> list[Any]:
         """Run passes in lockstep, so that each unit comes in once for all.
 
@@ -111,6 +121,7 @@ class StreamedModel:
             returned: is called with a pass, a layer and what that returned in this run.
             ended: Whether a pass shall run into the next layer without its weights, which then
                 must not use them.
+            numbers: What the passes are called there; None: by their positions.
 
         Returns:
             The results of the passes.
@@ -119,7 +130,11 @@ class StreamedModel:
         modules = {name: self._model.get_submodule(name) for name in named}
         parts: dict[str, list[str]] = {}
         for part in self._parts:
-            parts.setdefault(str(part.parent), []).append(part.name)
+            if part.parent not in self._stations:
+                parts.setdefault(str(part.parent), []).append(part.name)
+        for name, stations in self._stations.items():
+            parts.setdefault(name, []).extend(stations)
+        self._numbers = numbers
         layers = {name: modules[name] for name in named if self._units[name].is_layer}
         if self._again is not None:
             for name in layers:  # behind all parts: a pass comes to it when the layer returns
@@ -130,9 +145,7 @@ class StreamedModel:
         def skips(name: str) -> bool:
             if name not in layers:
                 return False
-            return ended(lockstep.current) or (
-                replay is not None and replay.is_pending(lockstep.current)
-            )
+            return ended(self.current) or (replay is not None and replay.is_pending(self.current))
 
         lockstep = self._lockstep = Lockstep(
             modules,
@@ -147,18 +160,11 @@ class StreamedModel:
             if self._again is not None:  # inside of what replay puts around a layer
                 stack.enter_context(self._running_twice(layers))
             if replay is not None:
-                stack.enter_context(replay.around(layers, lambda: lockstep.current, returned))
+                stack.enter_context(replay.around(layers, lambda: self.current, returned))
             results = lockstep.run(passes)
         for name in self._kept:
             self._leave(name)
         return results
-
-    @property
-    def current(self) -> int:
-        """The position of the pass that is running; see `Lockstep.current`."""
-        if self._lockstep is None:
-            raise InternalError("no pass is running")
-        return self._lockstep.current
 
     def run_resident(self, passes: Sequence[Callable[[], Any]]) -> list[Any]:
         """Bring all units in, run the passes one after another, and let all units go."""
@@ -169,7 +175,28 @@ class StreamedModel:
             self._leave(name)
         return results
 
-    def _want(self, part: str) -> None:
+    @property
+    def peak(self) -> int:
+        """The most bytes of units that were in memory at a time."""
+        return self._prefetcher.peak
+
+    @property
+    def current(self) -> int:
+        """The number of the pass that is running; see `Lockstep.current`."""
+        if self._lockstep is None:
+            raise InternalError("no pass is running")
+        position = self._lockstep.current
+        return position if self._numbers is None else self._numbers[position]
+
+    @contextmanager
+    def inside(self, part: str) -> Iterator[None]:
+        """Have a part of the current layer in memory."""
+        self._enter(part)
+        yield
+        self._leave(part)
+
+    def want(self, part: str) -> None:
+        """Suspend the current pass until a part of its layer is in, or a station is served."""
         if self._lockstep is None:
             raise InternalError(f"part {part!r} was asked for outside of run_together")
         self._lockstep.want(part)
@@ -179,7 +206,7 @@ class StreamedModel:
         """Have experts that are modules of their own ask for their part before they run."""
 
         def hook(part: Unit) -> Callable[..., None]:
-            return lambda *args: None if part.name in self._inside else self._want(part.name)
+            return lambda *args: None if part.name in self._inside else self.want(part.name)
 
         hooks = [
             self._model.get_submodule(f"{part.container}.{index}").register_forward_pre_hook(
@@ -203,7 +230,7 @@ class StreamedModel:
             @wraps(forward)
             def run(*args: Any, **kwargs: Any) -> Any:
                 forward(*args, **kwargs)
-                self._want(f"{name}{_AGAIN}")
+                self.want(f"{name}{_AGAIN}")
                 return forward(*args, **kwargs)
 
             return run
@@ -221,6 +248,9 @@ class StreamedModel:
                     module.forward = before[name]
 
     def _enter(self, name: str) -> None:
+        if name in self._at:
+            self._serve(name)
+            return
         if name.endswith(_AGAIN):
             assert self._again is not None
             self._again(self._inside[name.removesuffix(_AGAIN)])
@@ -233,7 +263,7 @@ class StreamedModel:
         self._entered(loaded)
 
     def _leave(self, name: str) -> None:
-        if name.endswith(_AGAIN):
+        if name.endswith(_AGAIN) or name in self._at:
             return
         loaded = self._inside.pop(name)
         self._leaving(loaded, partial(self._prefetcher.done, loaded))

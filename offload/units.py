@@ -26,6 +26,7 @@ class Unit:
         experts: Of a part: which experts it holds, of those in ``container``.
         is_stacked: Of a part: ``entries`` hold all experts along their first axis.
         count: Of a part: how many experts ``container`` has.
+        of_stack: Of a part: its experts are rows of tensors on disk that hold all of them.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Unit:
     container: str = ""
     is_stacked: bool = False
     count: int = 0
+    of_stack: bool = False
 
 
 def find_units(model: nn.Module, layer_names: Iterable[str]) -> list[Unit]:

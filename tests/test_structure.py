@@ -29,6 +29,7 @@ LAYERS = (
     ("request", "fidelity"),
     ("run", "evaluate"),
     ("pipeline", "data_free"),
+    ("ranks",),
     ("budgets", "finishing", "offloading", "resume"),
     ("predict",),
     ("sharding",),

@@ -166,6 +166,14 @@ class Statistics:
         seen.calls += 1
         seen.count += len(x_TK)
 
+    def wants(self, site: Site) -> bool:
+        """Whether anything is gathered at a site."""
+        return bool(self._kinds) and (self._sites is None or site in self._sites)
+
+    def put(self, site: Site, seen: Seen) -> None:
+        """Take what another process saw of a site."""
+        self._seen[site] = seen
+
     def at(self, site: Site) -> Seen | None:
         """Return what entered a site, None where nothing did."""
         return self._seen.get(site)

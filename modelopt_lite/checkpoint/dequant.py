@@ -179,6 +179,12 @@ class DequantizedSource:
         out.detach().copy_(value.reshape(out.shape))
         return out
 
+    def read_rows(self, name: str, rows: range) -> Tensor:
+        """Read some rows of a tensor; one that has to be decoded is read in full."""
+        if name not in self.encoded:
+            return self.base.read_rows(name, rows)
+        return self.read(name)[rows.start : rows.stop].clone()
+
     def beside(self, name: str) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """Read the scale of input channels and the factors of a decoded tensor; see `Encoded`."""
         encoded = self.encoded[name]

@@ -17,7 +17,7 @@ from modelopt_lite.errors import OutputError
 
 JOURNAL = "journal"  # its folder, beside the one that is written to
 _FILE = "journal.jsonl"
-_VERSION = 1
+_VERSION = 2
 
 
 class Journal:
@@ -26,6 +26,7 @@ class Journal:
     Args:
         folder: Where the journal and what its entries name is kept; made where it is missing.
         inputs: All that the bytes of the export depend on, as JSON values.
+        reads: Another process writes it; this one only reads what an earlier run finished.
 
     Attributes:
         entries: What an earlier run finished; empty where there was none.
@@ -34,7 +35,7 @@ class Journal:
         OutputError: The journal there is of a run with other inputs; the difference is named.
     """
 
-    def __init__(self, folder: Path, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, inputs: Mapping[str, Any], *, reads: bool = False) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(exist_ok=True)
         header = {"version": _VERSION, "inputs": json.loads(json.dumps(inputs))}
@@ -46,7 +47,7 @@ class Journal:
                 f"{difference(found[0], header)}. Go on with what it was begun with, or start anew "
                 "with resume=False (--no-resume)"
             )
-        if not self.entries:
+        if not self.entries and not reads:
             self._write([header])
 
     def add(self, entry: Mapping[str, Any]) -> None:

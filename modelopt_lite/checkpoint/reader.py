@@ -15,6 +15,7 @@ import reprlib
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -191,6 +192,24 @@ class Checkpoint:
         with self._lock:
             self.bytes_read += out.numel()
             self.reads.update(info.name for info in infos)
+
+    def read_rows(self, name: str, rows: range) -> Tensor:
+        """Read some rows of a tensor, which lie one behind the other on disk.
+
+        Raises:
+            CheckpointError: See `read`.
+        """
+        info = self.tensors[name]
+        size = info.nbytes // info.shape[0]
+        begin = info.start + rows.start * size
+        shape = (len(rows), *info.shape[1:])
+        part = replace(info, shape=shape, start=begin, end=begin + len(rows) * size)
+        out = torch.empty(shape, dtype=info.dtype)
+        if part.numel:
+            self._read_bytes(part, byte_view(out))
+        with self._lock:
+            self.bytes_read += part.nbytes
+        return out
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""

@@ -75,6 +75,7 @@ class StreamingWriter:
         layout: What they hold.
         written: Tensors that an earlier writer has written to files in the folder, which then
             must be there in full size.
+        made: The files are there in any case: another process has made them.
 
     Raises:
         OutputError: The folder cannot be written, a file exists already (or, with ``written``,
@@ -82,23 +83,30 @@ class StreamingWriter:
             removed.
     """
 
-    def __init__(self, folder: Path, layout: ShardLayout, *, written: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layout: ShardLayout,
+        *,
+        written: Iterable[str] = (),
+        made: bool = False,
+    ) -> None:
         self.folder = Path(folder)
         self.layout = layout
         self._slots = {info.name: Slot(info) for file in layout.files for info in file.tensors}
         self._lock = threading.Lock()
         self._fds: dict[str, int] = {}
         for name in written:
-            self._slots[name].started = self._slots[name].done = True
-        self._goes_on = any(slot.done for slot in self._slots.values())
+            self.mark(name)
+        self._goes_on = made or any(slot.done for slot in self._slots.values())
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for file in layout.files:
                 self._open(file)
         except OSError as error:
-            made = [] if self._goes_on else list(self._fds)
+            begun = [] if self._goes_on else list(self._fds)
             self.close()
-            for name in made:
+            for name in begun:
                 (self.folder / name).unlink(missing_ok=True)
             raise self._output_error(error) from error
 
@@ -112,6 +120,10 @@ class StreamingWriter:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def mark(self, name: str) -> None:
+        """Take note that another writer has written a tensor."""
+        self._slots[name].started = self._slots[name].done = True
 
     def write(self, name: str, tensor: Tensor, *, again: bool = False) -> None:
         """Write a tensor of any device and strides.

@@ -32,20 +32,28 @@ class ExportWriter:
         folder: Where the export goes.
         layout: What it holds.
         written: Tensors that an earlier writer has written.
+        made: Another process has made the files.
     """
 
-    def __init__(self, folder: Path, layout: ExportLayout, *, written: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layout: ExportLayout,
+        *,
+        written: Iterable[str] = (),
+        made: bool = False,
+    ) -> None:
         done: dict[str, list[str]] = {part: [] for part in layout.parts}
         self._writers: dict[str, StreamingWriter] = {}
         self._single = set(layout.parts) == {""}
         for name in written:
             part, own = self._split(name)
             done[part].append(own)
-        with ExitStack() as made:
+        with ExitStack() as opened:
             for part, files in layout.parts.items():
-                writer = StreamingWriter(folder / part, files, written=done[part])
-                self._writers[part] = made.enter_context(writer)
-            made.pop_all()
+                writer = StreamingWriter(folder / part, files, written=done[part], made=made)
+                self._writers[part] = opened.enter_context(writer)
+            opened.pop_all()
 
     def __enter__(self) -> ExportWriter:
         return self
@@ -75,6 +83,12 @@ class ExportWriter:
         """Whether a tensor of the layout was written, or is about to be."""
         part, own = self._split(name)
         return self._writers[part].is_claimed(own)
+
+    def mark(self, names: Iterable[str]) -> None:
+        """Take note of tensors that another process has written."""
+        for name in names:
+            part, own = self._split(name)
+            self._writers[part].mark(own)
 
     def sync(self) -> None:
         """Bring what was written so far to the disk."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from modelopt_lite.calibrate.algorithm import Algorithm
 from modelopt_lite.calibrate.algorithms import make_algorithm
 from modelopt_lite.calibrate.evidence import Evidence
+from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.errors import CalibrationError, SpecError
@@ -101,7 +102,12 @@ class Exporter:
         self.input_amax: dict[str, Tensor] = {}
 
     def export(
-        self, unit: Unit, sources: Mapping[str, Tensor], amax: Mapping[str, Tensor]
+        self,
+        unit: Unit,
+        sources: Mapping[str, Tensor],
+        amax: Mapping[str, Tensor],
+        *,
+        own: Sequence[str] | None = None,
     ) -> list[str]:
         """Write everything that a unit's tensors become; from any thread, one for each unit.
 
@@ -111,6 +117,8 @@ class Exporter:
             unit: The unit; what it reads has been seen, in full.
             sources: Name on disk -> values, which must not change until the sink has written them.
             amax: Name on disk -> largest magnitude, as `check_finite` gives it.
+            own: Where an algorithm treats a whole layer: which of it and its parts are exported
+                here; None: all.
 
         Returns:
             The names that they have in the export.
@@ -121,6 +129,7 @@ class Exporter:
             if unit.parent is not None:
                 return []  # scales are chosen for the whole layer, which reads its parts again
             units += self._parts.get(unit.name, ())
+            units = units if own is None else list(own)
             sources = ReadThrough(sources, self._source)
             treated = self._treat(self._algorithm, self._destinations[0].of_units(units), sources)
             if self._algorithm.sequential:
@@ -140,9 +149,10 @@ class Exporter:
             for name, error in found.items():
                 before = self.errors.get(name, error)
                 self.errors[name] = before if before.worst > error.worst else error
-            self._export_input_scales(to, to.scaled.get(unit.name, []), write, treated)
-            self._export_cache_scales(to, unit, write)
-        for name, value in list(sources.items()):
+            if unit.name in units:
+                self._export_input_scales(to, to.scaled.get(unit.name, []), write, treated)
+                self._export_cache_scales(to, unit, write)
+        for name, value in list(sources.items()) if unit.name in units else ():
             fold = self._folds.get(name)
             kept = value if treated is None or fold is None else treated.folded(fold, value)
             for copy in self._copies.get(name, ()):
@@ -159,6 +169,11 @@ class Exporter:
         )
         statistics.drop(site for m in matrices for site in sites_of(m, m.seen_at))
         return treated
+
+    @property
+    def searches(self) -> bool:
+        """Whether an algorithm chooses for whole layers."""
+        return self._algorithm is not None
 
     @property
     def sequential(self) -> bool:
@@ -192,18 +207,34 @@ class Exporter:
 
     def findings(self, unit: Unit) -> dict[str, Any]:
         """Return, as JSON values, what was found out about an exported unit."""
-        units = [unit.name, *self._parts.get(unit.name, ())]
-        matrices = self._destinations[0].of_units(units)
-        sites = dict.fromkeys(site for m in matrices for site in sites_of(m, m.site))
+        matrices = self._of_whole(unit)
         modules = [kv.module for kv in self._plan.kv_cache if kv.unit == unit.name]
-        errors = {m.name: self.errors[m.name] for m in matrices if m.name in self.errors}
+        errors = self.errors_of(unit)
         groups = dict.fromkeys(m.input_group for m in matrices if m.input_group)
         amax = {g: float(self.input_amax[g]) for g in groups if g in self.input_amax}
         return {
             "errors": {name: [error.worst, error.relative] for name, error in errors.items()},
             "input_amax": amax,
-            **self.evidence.to_json(sites, modules),
+            **self.evidence.to_json(self.sites(unit), modules),
         }
+
+    def sites(self, unit: Unit) -> list[Site]:
+        """Return where the inputs of a unit's matrices are seen, those of its parts among them."""
+        found = (site for m in self._of_whole(unit) for site in sites_of(m, m.site))
+        return list(dict.fromkeys(found))
+
+    def searched(self, unit: Unit) -> list[Site]:
+        """Return where an algorithm looks at the inputs of a unit's matrices."""
+        found = (site for m in self._of_whole(unit) for site in sites_of(m, m.seen_at))
+        return list(dict.fromkeys(found))
+
+    def errors_of(self, unit: Unit) -> dict[str, ErrorReport]:
+        """Return how far the unit's matrices are from their sources, as far as it was measured."""
+        names = (m.name for m in self._of_whole(unit))
+        return {name: self.errors[name] for name in names if name in self.errors}
+
+    def _of_whole(self, unit: Unit) -> list[Matrix]:
+        return self._destinations[0].of_units([unit.name, *self._parts.get(unit.name, ())])
 
     def restore(self, findings: Mapping[str, Any]) -> None:
         """Take the findings of an earlier run about a unit that it exported."""

@@ -1,0 +1,1 @@
+"""What one rank of several does of a run, and what it learns from the others."""

@@ -1,0 +1,86 @@
+"""What ranks do in tests of several: they quantize, and something is in their way."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import quantize
+
+from modelopt_lite.checkpoint import writer
+from modelopt_lite.errors import NonFiniteError
+from modelopt_lite.offload import Unit
+from modelopt_lite.parallel import failure
+from modelopt_lite.ranks.crew import Ranks
+from modelopt_lite.request import Request
+
+
+def breaking(what: str, source: Path, out: Path, batches: list[torch.Tensor], at: str) -> Any:
+    """Quantize on two ranks, of which the second breaks when a unit is finished."""
+    learn = Ranks.learn
+
+    def breaks(self: Ranks, unit: Unit) -> None:
+        if os.environ["RANK"] == "1" and unit.name == at:
+            _break(what)
+        learn(self, unit)
+
+    Ranks.learn = breaks  # type: ignore[method-assign]
+    return quantize(source, out, batches, {"recipe": "fp8"})
+
+
+def _break(what: str) -> None:
+    if what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "raises":
+        raise NonFiniteError("tensor 'x' holds a NaN")
+    if what == "interrupted":
+        raise KeyboardInterrupt
+    if what == "full":
+
+        def full(fd: int, data: memoryview, offset: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        writer._pwrite = full
+
+
+def dying_first(source: Path, out: Path, batches: list[torch.Tensor]) -> Any:
+    learn = Ranks.learn
+
+    def dies(self: Ranks, unit: Unit) -> None:
+        if os.environ["RANK"] == "0" and unit.name == "model.layers.1":
+            _break("killed")
+        learn(self, unit)
+
+    Ranks.learn = dies  # type: ignore[method-assign]
+    return quantize(source, out, batches, {"recipe": "fp8"})
+
+
+def impatient(source: Path, out: Path, batches: list[torch.Tensor]) -> Any:
+    os.environ[failure.START_VARIABLE] = "3"
+    return quantize(source, out, batches, {"recipe": "fp8"})
+
+
+def other_seed(source: Path, out: Path, batches: list[torch.Tensor]) -> Any:
+    options = {"recipe": "fp8", "seed": int(os.environ["RANK"])}
+    return quantize(source, out, batches, options)
+
+
+def small_second(source: Path, out: Path, batches: list[torch.Tensor]) -> Any:
+    """Quantize where the second rank has memory for one expert at a time."""
+    make = Request.make_schedule
+
+    def makes(self: Request) -> None:
+        make(self)
+        if os.environ["RANK"] == "1":
+            assert self.job.split_experts(0) == 1
+            units = self.job.unit_bytes()[0]
+            self.schedule = dataclasses.replace(self.schedule, units=units, experts=1)
+
+    Request.make_schedule = makes  # type: ignore[method-assign]
+    return quantize(source, out, batches, {"recipe": "nvfp4"})
