@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from modelopt_lite.calibrate.model_code import model_code
 from modelopt_lite.calibrate.observe import InputWatch
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.export.exporter import Exporter
+from modelopt_lite.export.inputs import RoundedRun
 from modelopt_lite.export.quantize import check_finite
 from modelopt_lite.finishing import OneBehind
 from modelopt_lite.job import Job
@@ -28,6 +30,9 @@ from modelopt_lite.offload.waiting import Waiting
 from modelopt_lite.plan import Plan
 from modelopt_lite.progress import Progress
 from modelopt_lite.resume import UnitLog
+
+# Whether the pass that runs is one of the second run; each pass has a context of its own.
+_IN_SECOND_RUN: ContextVar[bool] = ContextVar("_IN_SECOND_RUN", default=False)
 
 
 def run_calibrated(
@@ -57,7 +62,7 @@ def run_calibrated(
         progress: Told how far the run is.
     """
     plan, model, evidence = job.plan, job.model, exporter.evidence
-    watch = InputWatch(evidence.visit)
+    watch = InputWatch(evidence.inputs.visit if exporter.rounded else evidence.visit)
     searches = plan.recipe.algorithm.needs_inputs
     watched = {m.entry for m in plan.matrices if searches or m.input_group is not None}
     with ExitStack() as stack:
@@ -72,9 +77,11 @@ def run_calibrated(
             stack.enter_context(calibrate_all_experts(model, job.model_type, watch))
         stack.enter_context(torch.inference_mode())
 
-        def forward(batch: Tensor) -> None:
+        def forward(batch: Tensor, watch: InputWatch, *, second: bool = False) -> None:
+            token = _IN_SECOND_RUN.set(second)
             with streamed.rows, watch, model_code(model):
                 model(input_ids=batch, use_cache=False)
+            _IN_SECOND_RUN.reset(token)
 
         streamed = stack.enter_context(
             StreamedModel(
@@ -88,7 +95,10 @@ def run_calibrated(
                 again=walk.again if exporter.sequential else None,
             )
         )
-        passes = [partial(forward, batch) for batch in batches]
+        passes = [partial(forward, batch, watch) for batch in batches]
+        if exporter.rounded:  # behind the others in each layer, whose scales are known then
+            second = watch.twin(RoundedRun(plan.matrices, evidence).visit)
+            passes += [partial(forward, batch, second, second=True) for batch in batches]
         # Whole models go pass by pass; searches then would hold what entered all layers.
         if schedule.units is None and not searches:
             streamed.run_resident(passes)
@@ -146,7 +156,7 @@ class _Walk:
 
     def visit_cache(self, module: str, key: Tensor, value: Tensor) -> None:
         """Take note of keys and values, once."""
-        if not self._written:
+        if not self._written and not _IN_SECOND_RUN.get():
             self._exporter.evidence.cache.visit(module, key, value)
 
     def again(self, loaded: Loaded) -> None:
