@@ -175,6 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("real-out"), help="where to write")
     parser.add_argument("--models", nargs="*", default=[BUNDLED, SMOLLM2], help="default: both")
+    parser.add_argument("--kept", action="store_true", help="measure nothing: rows that are kept")
     parser.add_argument("--readme", action="store_true", help="write the table into README.md")
     parser.add_argument("recipes", nargs="*", default=preset_names(), help="default: all presets")
     arguments = parser.parse_args()
@@ -186,11 +187,12 @@ def main() -> int:
             continue
         found = Measured(model, source, arguments.folder)
         results.append(found)
-        found.original()
-        for preset in arguments.recipes:
+        for preset in () if arguments.kept else arguments.recipes:
+            found.original()
             found.preset(preset)
             console.print(f"{model} {preset}: {' | '.join(_cells(found.rows.get(preset)))}")
-    text = table(results, arguments.recipes)
+    made = [p for p in arguments.recipes if any(p in found.rows for found in results)]
+    text = table(results, made)
     tokens = ", ".join(f"{r.rows['original']['tokens']:,} tokens of {r.model}" for r in results)
     text = f"\nOver {tokens}:\n\n{text}\n"
     (arguments.folder / "results.md").write_text(text, encoding="utf-8")

@@ -82,10 +82,11 @@ def quantize(
         )
     algorithm = make_algorithm(chosen.algorithm, numerics)
     evidence = Evidence(cache=cache_stats(chosen, numerics))
-    if algorithm is not None and algorithm.sequential:
+    if algorithm is not None and (algorithm.sequential or algorithm.rounded):
+        needs = "the quantized ones" if algorithm.sequential else "layers with rounded inputs"
         raise RecipeError(
-            f"{chosen.algorithm.method} calibrates each layer on what the quantized ones before it "
-            "put out, which a loop over the whole model cannot; use quantize_and_export"
+            f"{chosen.algorithm.method} calibrates each layer on what {needs} before it put out, "
+            "which a loop over the whole model cannot; use quantize_and_export"
         )
     if algorithm is not None:
         evidence.statistics = Statistics(algorithm.kinds, None, algorithm.row_limit)

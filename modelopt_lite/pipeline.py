@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from modelopt_lite.calibrate.model_code import model_code
 from modelopt_lite.calibrate.observe import InputWatch
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.export.exporter import Exporter
+from modelopt_lite.export.inputs import RoundedRun
 from modelopt_lite.export.quantize import check_finite
 from modelopt_lite.finishing import OneBehind
 from modelopt_lite.job import Job
@@ -29,6 +31,9 @@ from modelopt_lite.plan import Plan
 from modelopt_lite.progress import Progress
 from modelopt_lite.ranks.crew import Alone
 from modelopt_lite.resume import UnitLog
+
+# Whether the pass that runs is one of the second run; each pass has a context of its own.
+_IN_SECOND_RUN: ContextVar[bool] = ContextVar("_IN_SECOND_RUN", default=False)
 
 
 def run_calibrated(
@@ -75,10 +80,12 @@ def run_calibrated(
             stack.enter_context(calibrate_all_experts(model, job.model_type, watch))
         stack.enter_context(torch.inference_mode())
 
-        def forward(batch: Tensor) -> None:
+        def forward(batch: Tensor, watch: InputWatch, *, second: bool = False) -> None:
+            token = _IN_SECOND_RUN.set(second)
             heard = nullcontext() if crew.silent else watch
             with streamed.rows, heard, model_code(model):
                 model(input_ids=batch, use_cache=False)
+            _IN_SECOND_RUN.reset(token)
 
         streamed = stack.enter_context(
             StreamedModel(
@@ -97,7 +104,12 @@ def run_calibrated(
         )
         stack.enter_context(crew.sending(streamed, watch))
         own = crew.batches(batches)
-        passes = [partial(forward, batch) for batch in own.values()]
+        numbers = list(own)
+        passes = [partial(forward, batch, watch) for batch in own.values()]
+        if exporter.rounded:  # behind the others in each layer, whose scales are known then
+            second = watch.twin(RoundedRun(plan.matrices, exporter.evidence).visit)
+            numbers += [len(batches) + number for number in own]
+            passes += [partial(forward, batch, second, second=True) for batch in own.values()]
         # Whole models go pass by pass; searches then would hold what entered all layers.
         if schedule.units is None and not searches and type(crew) is Alone:
             streamed.run_resident(passes)
@@ -110,7 +122,7 @@ def run_calibrated(
                 waiting=waiting,
                 replay=log.replay,
                 returned=(lambda *unheard: None) if crew.silent else log.returned,
-                numbers=list(own),
+                numbers=numbers,
             )
         walk.wait()
 
@@ -163,7 +175,7 @@ class _Walk:
 
     def visit_cache(self, module: str, key: Tensor, value: Tensor) -> None:
         """Take note of keys and values, once."""
-        if not self._written:
+        if not self._written and not _IN_SECOND_RUN.get():
             self._crew.visit_cache(module, key, value)
 
     def again(self, loaded: Loaded) -> None:

@@ -22,7 +22,7 @@ from modelopt_lite.checkpoint.behind import QUEUE_LIMIT
 from modelopt_lite.checkpoint.dequant import DequantizedSource
 from modelopt_lite.checkpoint.shards import ExportLayout
 from modelopt_lite.export.configs import config_texts
-from modelopt_lite.export.treat import sites_of
+from modelopt_lite.export.inputs import sites_of
 from modelopt_lite.job import Job, collector_paused
 from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.stream import expected_order

@@ -22,7 +22,7 @@ from modelopt_lite.checkpoint.writers import ExportWriter
 from modelopt_lite.data_free import quantizer_count, run_data_free
 from modelopt_lite.export.configs import write_configs
 from modelopt_lite.export.exporter import Exporter
-from modelopt_lite.export.treat import sites_of
+from modelopt_lite.export.inputs import sites_of
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.job import Job, versions

@@ -98,10 +98,13 @@ class Algorithm(ABC):
     Attributes:
         kinds: The statistics that it needs.
         sequential: Layers are calibrated on what the quantized layers before them put out.
+        rounded: Its statistics are those of a second run of all batches, in which inputs are
+            rounded under the scales that the first has found, and weights are not.
     """
 
     kinds: frozenset[Kind] = frozenset()
     sequential = False
+    rounded = False
 
     def __init__(self, numerics: Numerics) -> None:
         self.numerics = numerics

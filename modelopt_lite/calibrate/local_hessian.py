@@ -17,17 +17,22 @@ from modelopt_lite.calibrate.peer import round_to_steps
 from modelopt_lite.calibrate.statistics import Kind
 from modelopt_lite.calibrate.sweep import best_block_scales, sweep_problem
 from modelopt_lite.formats import fp8, nvfp4
-from modelopt_lite.formats.base import row_chunks
+from modelopt_lite.formats.base import Numerics, row_chunks
 from modelopt_lite.formats.linear import LinearFormat
 
 
 class LocalHessian(Algorithm):
     """Tries all E4M3 scales of a block: ``e @ H @ e`` of its error e, H the inputs' mean products.
 
-    That is the error of the products but for what blocks have in common.
+    That is the error of the products but for what blocks have in common. Model Optimizer takes the
+    inputs of a model in which inputs are rounded already; exact ones say more of what is lost.
     """
 
     kinds: frozenset[Kind] = frozenset({"blocks"})
+
+    def __init__(self, numerics: Numerics) -> None:
+        super().__init__(numerics)
+        self.rounded = numerics == "modelopt"
 
     def problem(self, fmt: LinearFormat) -> str | None:
         """See `Algorithm`."""

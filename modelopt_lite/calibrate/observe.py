@@ -69,6 +69,12 @@ class InputWatch(TorchFunctionMode):
         self._watched = WeakTensorKeyDictionary()
         self._paused: set[str] = set()
 
+    def twin(self, visit: Visit) -> InputWatch:
+        """Return a watch of the same parameters that calls another function."""
+        twin = InputWatch(visit)
+        twin._watched, twin._paused = self._watched, self._paused
+        return twin
+
     def watch(self, parameters: Mapping[str, Tensor]) -> None:
         """Start to watch parameters; those watched before are forgotten when they are freed."""
         for entry, parameter in parameters.items():

@@ -16,14 +16,14 @@ from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.errors import CalibrationError, SpecError
-from modelopt_lite.export.inputs import amax_of_groups
+from modelopt_lite.export.inputs import amax_of_groups, sites_of
 from modelopt_lite.export.quantize import (
     Write,
     check_finite,
     matrix_value,
     quantize_matrices,
 )
-from modelopt_lite.export.treat import ReadThrough, Treated, folds_by_tensor, sites_of
+from modelopt_lite.export.treat import ReadThrough, Treated, folds_by_tensor
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.base import rounded_up
 from modelopt_lite.formats.linear import FORMATS, ErrorReport
@@ -179,6 +179,11 @@ class Exporter:
     def sequential(self) -> bool:
         """Whether layers shall be calibrated on what quantized layers put out."""
         return self._algorithm is not None and self._algorithm.sequential
+
+    @property
+    def rounded(self) -> bool:
+        """Whether all batches run a second time, with rounded inputs; see `Algorithm`."""
+        return self._algorithm is not None and self._algorithm.rounded
 
     def replace(self, loaded: Loaded) -> None:
         """Put what the last exported layer has become into a unit of it that is in memory."""

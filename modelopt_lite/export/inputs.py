@@ -7,10 +7,60 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from modelopt_lite.calibrate.evidence import Evidence
+from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.names import natural_key
 from modelopt_lite.errors import CalibrationError, NonFiniteError
+from modelopt_lite.formats.linear import FORMATS, LinearFormat
 from modelopt_lite.plan import Matrix
 from modelopt_lite.words import counted
+
+
+def sites_of(matrix: Matrix, at: Site) -> list[Site]:
+    """Return where the inputs of a matrix, or of each expert of a stack, are seen."""
+    if matrix.expert is None and len(matrix.shape) == 3:
+        return [Site(at.entry, expert) for expert in range(matrix.shape[0])]
+    return [at]
+
+
+class RoundedRun:
+    """A second run of all batches through a layer, whose inputs are rounded under known scales.
+
+    Args:
+        matrices: What is quantized.
+        evidence: What the first run saw; this one adds to its statistics.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], evidence: Evidence) -> None:
+        self._evidence = evidence
+        self._formats: dict[Site, LinearFormat] = {}
+        self._groups: dict[Site, str] = {}
+        self._sites: dict[str, list[Site]] = {}
+        for matrix in matrices:
+            for site in sites_of(matrix, matrix.site):
+                self._formats[site] = FORMATS[matrix.format]
+                if matrix.input_group is not None:
+                    self._groups[site] = matrix.input_group
+                    self._sites.setdefault(matrix.input_group, []).append(site)
+
+    def visit(self, site: Site, x: Tensor, batched: bool) -> Tensor | None:
+        """Take one input into account, and return it rounded; an `InputWatch` calls it."""
+        if batched:
+            parts = [self.visit(Site(site.entry, e), x_e, False) for e, x_e in enumerate(x)]
+            pairs = zip(parts, x, strict=True)
+            return torch.stack([x_e if rounded is None else rounded for rounded, x_e in pairs])
+        self._evidence.statistics.visit(site, x, False)
+        fmt = self._formats.get(site)
+        if fmt is None or not x.numel() or not fmt.inputs.rounds:
+            return None
+        return fmt.fake_quantize_input(x, self._scale(site, fmt))
+
+    def _scale(self, site: Site, fmt: LinearFormat) -> Tensor | None:
+        if site not in self._groups:
+            return None
+        known = self._evidence.inputs.amax
+        found = [known[s] for s in self._sites[self._groups[site]] if s in known]
+        return fmt.input_scale(torch.stack(found).max())
 
 
 def amax_of_groups(

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Weight
-from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.calibrate.statistics import Statistics
 from modelopt_lite.checkpoint.dequant import Source
+from modelopt_lite.export.inputs import sites_of
 from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.formats.smoothed import PRE_QUANT_SCALE
 from modelopt_lite.parts import factor_of
@@ -20,13 +20,6 @@ from modelopt_lite.plan import Matrix, Plan
 from modelopt_lite.readers import Fold
 
 Values = Callable[[Matrix], Tensor]
-
-
-def sites_of(matrix: Matrix, at: Site) -> list[Site]:
-    """Return where the inputs of a matrix, or of each expert of a stack, are seen."""
-    if matrix.expert is None and len(matrix.shape) == 3:
-        return [Site(at.entry, expert) for expert in range(matrix.shape[0])]
-    return [at]
 
 
 class Treated:

@@ -54,7 +54,10 @@ class Alone:
 
     def visit(self, site: Site, x: Tensor, batched: bool) -> None:
         """Take into account what enters a weight."""
-        self._evidence.visit(site, x, batched)
+        if self._exporter.rounded:  # its statistics are those of a second run
+            self._evidence.inputs.visit(site, x, batched)
+        else:
+            self._evidence.visit(site, x, batched)
 
     def visit_cache(self, module: str, key: Tensor, value: Tensor) -> None:
         """Take keys and values into account."""
@@ -111,6 +114,12 @@ class Ranks(Alone):
                 f"{recipe.name} runs layers again with what they have become, and the experts of "
                 "this model are one tensor, which several ranks do not do; run it in one process, "
                 "or give ep=1 (--ep 1)"
+            )
+        if exporter.rounded:
+            raise RecipeError(
+                f"{recipe.name} with numerics='modelopt' runs all batches a second time with "
+                "rounded inputs, which several ranks do not do; run it in one process, or with "
+                "exact numerics"
             )
         self._log: dict[int, list[tuple[Site, Tensor, bool]]] = {}
         self._batch: int | None = None  # whose rows experts run on
