@@ -31,6 +31,7 @@ LAYERS = (
     ("pipeline", "data_free"),
     ("budgets", "finishing", "offloading", "resume"),
     ("predict",),
+    ("searching",),
     ("sharding",),
     ("job",),
     ("export", "verify"),

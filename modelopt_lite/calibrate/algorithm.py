@@ -98,10 +98,12 @@ class Algorithm(ABC):
     Attributes:
         kinds: The statistics that it needs.
         sequential: Layers are calibrated on what the quantized layers before them put out.
+        replaces: Choices hold other values of their matrices, until the layer is quantized.
     """
 
     kinds: frozenset[Kind] = frozenset()
     sequential = False
+    replaces = False
 
     def __init__(self, numerics: Numerics) -> None:
         self.numerics = numerics
@@ -113,6 +115,18 @@ class Algorithm(ABC):
     def problem(self, fmt: LinearFormat) -> str | None:
         """Return why there is nothing to choose in a format, or no way to; None if there is."""
         return None
+
+    def scratch(self, rows: int, columns: int, seen: int) -> int:
+        """Return about how many bytes choosing for a matrix [rows, columns] takes.
+
+        What works on a few rows at a time takes none worth counting.
+
+        Args:
+            rows: Of the matrix,
+            columns: and its columns.
+            seen: Rows of inputs that were kept.
+        """
+        return 0
 
     @abstractmethod
     def choose(self, weights: Sequence[Weight]) -> Choices:
