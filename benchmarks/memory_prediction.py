@@ -5,6 +5,7 @@ own: its high-water mark of resident memory is what counts. Exits with 1 where o
 15 % from what was foretold.
 
     python benchmarks/memory_prediction.py
+    python benchmarks/memory_prediction.py --recipes int4_gptq nvfp4_awq_lite nvfp4_svdquant
 """
 
 from __future__ import annotations
@@ -69,14 +70,16 @@ def main() -> None:
     """Print a line for each run, and exit with 1 where a prediction is too far off."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=tuple(MODELS), choices=tuple(MODELS))
+    parser.add_argument("--recipes", nargs="+", help="with 16 sequences of 256 tokens each")
     options = parser.parse_args()
+    runs = [(recipe, (4, 4, 256)) for recipe in options.recipes or ()] or RUNS
     worst = 0.0
     print(f"{'model':20} {'recipe':12} {'tokens':>12} {'predicted':>12} {'measured':>12} ratio")
     for name in options.models:
         base, changes = MODELS[name]
         with tempfile.TemporaryDirectory() as folder:
             source = make_checkpoint(Path(folder) / "source", base, **changes)
-            for recipe, batches in RUNS:
+            for recipe, batches in runs:
                 found = measure(source, recipe, batches)
                 ratio = found["peak"] / found["predicted"]
                 worst = max(worst, abs(ratio - 1))

@@ -15,18 +15,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from modelopt_lite.calibrate.algorithms import make_algorithm
 from modelopt_lite.calibrate.data import CalibrationData
-from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.behind import QUEUE_LIMIT
 from modelopt_lite.checkpoint.dequant import DequantizedSource
 from modelopt_lite.checkpoint.shards import ExportLayout
 from modelopt_lite.export.configs import config_texts
-from modelopt_lite.export.inputs import sites_of
 from modelopt_lite.job import Job, collector_paused
 from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.stream import expected_order
 from modelopt_lite.offload.units import Unit, output_head
+from modelopt_lite.searching import Seen, search_memory
 from modelopt_lite.tensor_units import READ_AHEAD
 
 BANDWIDTH = 10**9
@@ -158,7 +156,8 @@ def predict(
             "compiled kernels": shapes.kernels,
         }
         if job.plan.recipe.algorithm.needs_inputs:
-            work["statistics of inputs"] = _statistics(job, sum(map(math.prod, batches)), shapes)
+            tokens = sum(map(math.prod, batches))
+            work |= search_memory(job, Seen(tokens, shapes.share, shapes.itemsize))
     config, class_name = job.source.config, type(job.model).__name__
     texts = [t for p in job.plans.values() for t in config_texts(config, p, class_name).values()]
     return Prediction(
@@ -184,24 +183,6 @@ def resident_bytes() -> int:
     except OSError:
         return 0
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _statistics(job: Job, tokens: int, shapes: Shapes) -> int:
-    """Bytes that a search keeps of what enters a layer's matrices, at most."""
-    algorithm = make_algorithm(job.plan.recipe.algorithm, job.plan.numerics)
-    parents = {unit.name: unit.parent or unit.name for unit in job.plan.units}
-    of_layer: dict[str, dict[Site, int]] = {}
-    for m in job.plan.matrices:
-        columns = m.shape[-2] if m.input_major and m.stacked else m.shape[-1]
-        for site in sites_of(m, m.seen_at):
-            limit = algorithm.row_limit(site) if algorithm else None
-            rows = math.ceil(tokens * (1.0 if site.expert is None else shapes.share))
-            kept = min(rows, rows if limit is None else limit)
-            kept *= bool(algorithm and "rows" in algorithm.kinds)
-            # Of each channel the amax, and two sums in float32.
-            size = columns * (shapes.itemsize * (kept + 1) + 8)
-            of_layer.setdefault(parents[m.unit], {})[site] = size
-    return max((sum(sizes.values()) for sizes in of_layer.values()), default=0)
 
 
 class Shapes:

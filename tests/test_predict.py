@@ -74,7 +74,12 @@ def test_bytes_are_foretold_exactly(
 
 @pytest.mark.parametrize(
     ("kind", "recipe"),
-    [("llama", "nvfp4_awq_lite"), ("llama", "int8_smoothquant"), ("qwen3_moe", "nvfp4_awq_lite")],
+    [
+        ("llama", "nvfp4_awq_lite"),
+        ("llama", "int8_smoothquant"),
+        ("llama", "nvfp4_w4a4_weight_local_hessian"),
+        ("qwen3_moe", "nvfp4_awq_lite"),
+    ],
 )
 def test_statistics_of_searches(
     kind: str,
@@ -91,6 +96,7 @@ def test_statistics_of_searches(
 
     def weigh(self: Statistics, sites: Iterable[Site]) -> None:
         found = [t for seen in self._seen.values() for t in (seen.amax, seen.mean, seen.sum)]
+        found += [t for seen in self._seen.values() for t in (seen.gram, seen.blocks)]
         found += [rows for seen in self._seen.values() for rows in seen.rows]
         kept.append(sum(t.nbytes for t in found if t is not None))
         drop(self, sites)

@@ -32,6 +32,7 @@ LAYERS = (
     ("ranks",),
     ("budgets", "finishing", "offloading", "resume"),
     ("predict",),
+    ("searching",),
     ("sharding",),
     ("job",),
     ("export", "verify"),

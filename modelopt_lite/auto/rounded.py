@@ -15,9 +15,8 @@ from torch.nn import functional
 from modelopt_lite.auto.space import Space
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.names import NameMap
-from modelopt_lite.export.inputs import amax_of_groups
+from modelopt_lite.export.inputs import amax_of_groups, sites_of
 from modelopt_lite.export.quantize import check_finite, matrix_value, weight_amax
-from modelopt_lite.export.treat import sites_of
 from modelopt_lite.formats.codecs.base import unstacked
 from modelopt_lite.formats.linear import FORMATS, LinearFormat
 from modelopt_lite.offload.store import Loaded

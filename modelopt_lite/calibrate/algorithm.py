@@ -100,11 +100,13 @@ class Algorithm(ABC):
         sequential: Layers are calibrated on what the quantized layers before them put out.
         rounded: Its statistics are those of a second run of all batches, in which inputs are
             rounded under the scales that the first has found, and weights are not.
+        replaces: Choices hold other values of their matrices, until the layer is quantized.
     """
 
     kinds: frozenset[Kind] = frozenset()
     sequential = False
     rounded = False
+    replaces = False
 
     def __init__(self, numerics: Numerics) -> None:
         self.numerics = numerics
@@ -116,6 +118,18 @@ class Algorithm(ABC):
     def problem(self, fmt: LinearFormat) -> str | None:
         """Return why there is nothing to choose in a format, or no way to; None if there is."""
         return None
+
+    def scratch(self, rows: int, columns: int, seen: int) -> int:
+        """Return about how many bytes choosing for a matrix [rows, columns] takes.
+
+        What works on a few rows at a time takes none worth counting.
+
+        Args:
+            rows: Of the matrix,
+            columns: and its columns.
+            seen: Rows of inputs that were kept.
+        """
+        return 0
 
     @abstractmethod
     def choose(self, weights: Sequence[Weight]) -> Choices:

@@ -54,6 +54,10 @@ class AWQLite(Algorithm):
         """See `Algorithm`."""
         return peer_problem(fmt) if self.numerics == "modelopt" else None
 
+    def scratch(self, rows: int, columns: int, seen: int) -> int:
+        """See `Algorithm`: the matrix, scaled, and rounded; inputs; products, twice as float64."""
+        return 13 * rows * columns + 6 * seen * columns + 12 * seen * rows
+
     def choose(self, weights: Sequence[Weight]) -> Choices:
         """See `Algorithm`."""
         if self.numerics == "modelopt":

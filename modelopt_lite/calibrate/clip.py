@@ -144,6 +144,10 @@ class AWQFull(Algorithm):
         """See `Algorithm`."""
         return self._clip.problem(fmt)
 
+    def scratch(self, rows: int, columns: int, seen: int) -> int:
+        """See `Algorithm`."""
+        return self._lite.scratch(rows, columns, seen)
+
     def choose(self, weights: Sequence[Weight]) -> Choices:
         """See `Algorithm`."""
         choices = self._lite.choose(weights)

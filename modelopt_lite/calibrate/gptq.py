@@ -29,6 +29,7 @@ class GPTQ(Algorithm):
 
     kinds: frozenset[Kind] = frozenset({"gram"})
     sequential = True
+    replaces = True
 
     def __init__(self, numerics: Numerics, *, perc_damp: float, block_size: int) -> None:
         super().__init__(numerics)
@@ -40,6 +41,10 @@ class GPTQ(Algorithm):
         if fmt.codec.takes_scale_amax:
             return None
         return "GPTQ rounds to INT4, INT8 and NVFP4 under scales that stay as they are"
+
+    def scratch(self, rows: int, columns: int, seen: int) -> int:
+        """See `Algorithm`: the matrix twice; products of inputs, their factors and inverse."""
+        return 8 * rows * columns + 16 * columns**2
 
     def choose(self, weights: Sequence[Weight]) -> Choices:
         """See `Algorithm`."""

@@ -25,6 +25,7 @@ class SVDQuant(Algorithm):
     """AWQ's scales, then low-rank factors of what they gave, in the dtype of the matrix."""
 
     kinds: frozenset[Kind] = AWQLite.kinds
+    replaces = True
 
     def __init__(self, numerics: Numerics, *, lowrank: int, alpha_step: float) -> None:
         super().__init__(numerics)
@@ -38,6 +39,10 @@ class SVDQuant(Algorithm):
     def problem(self, fmt: LinearFormat) -> str | None:
         """See `Algorithm`."""
         return self._lite.problem(fmt)
+
+    def scratch(self, rows: int, columns: int, seen: int) -> int:
+        """See `Algorithm`: in float64 the matrix, its copy and its singular vectors."""
+        return max(36 * rows * columns, self._lite.scratch(rows, columns, seen))
 
     def choose(self, weights: Sequence[Weight]) -> Choices:
         """See `Algorithm`."""
