@@ -251,7 +251,7 @@ def _ptq(subject: Subject) -> PTQSpec:
     for made in subject.instances:
         for path, layer in subject.layers(made).items():
             for norm, readers in readers_of_norms(subject, made, layer).items():
-                for reader in sorted(readers):
+                for reader in sorted({*readers, *_lists_behind(subject, made, layer, readers)}):
                     names = _spellings(subject, made, path, reader)
                     feeds.setdefault(norm, {}).update(dict.fromkeys(names))
     towers = {
@@ -274,6 +274,20 @@ def _ptq(subject: Subject) -> PTQSpec:
         norm_feeds=tuple((norm, tuple(readers)) for norm, readers in feeds.items()),
         key_value_names=_key_value_names(subject),
     )
+
+
+def _lists_behind(
+    subject: Subject, made: Instance, layer: nn.Module, readers: frozenset[str]
+) -> set[str]:
+    """Return the paths of experts in lists: they read copies of what their router reads."""
+    inside = {m: n for n, m in layer.named_modules()}
+    found = set()
+    for block in subject.blocks[id(made)]:
+        at = inside.get(block.module)
+        routers = {f"{at}.{router}".lstrip(".") for router in block.routers}
+        if at is not None and block.experts and routers & readers:
+            found.add(f"{at}.{block.container}".lstrip("."))
+    return found
 
 
 def _spellings(subject: Subject, made: Instance, path: str, reader: str) -> list[str]:
