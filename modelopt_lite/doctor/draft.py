@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import nn
 
 from modelopt_lite.checkpoint.names import NameMap
 from modelopt_lite.doctor.anatomy import Block, child_of, layer_lists, norms_in
-from modelopt_lite.doctor.disk import outside_layers, roles_in_layers, tower_of
+from modelopt_lite.doctor.disk import outside_layers, tower_of
+from modelopt_lite.doctor.draft_names import draft_naming, unique
 from modelopt_lite.doctor.feeds import readers_of_norms, siblings
 from modelopt_lite.doctor.instance import Instance
 from modelopt_lite.doctor.laws import judge, single, single_on_disk, stacked, stacks_by_name
@@ -27,10 +28,9 @@ from modelopt_lite.models.specs import (
     ExportSpec,
     ModelSpec,
     MoESpec,
-    NamingSpec,
     PTQSpec,
 )
-from modelopt_lite.offload.units import output_head, text_model
+from modelopt_lite.offload.units import text_model
 
 # What engines call the matrices of experts that only ever lie in stacks.
 _USUAL = ("gate_proj", "up_proj", "down_proj")
@@ -60,7 +60,7 @@ def draft_spec(model_type: str, made: list[Instance], *, remote_code: bool) -> D
     blocks = [(m, b) for m in made for b in subject.blocks[id(m)]]
     moe, storage = _experts(blocks, todo)
     layers = _layer_names(made)
-    ptq = PTQSpec(layer_names=layers, router_names=_names(r for _, b in blocks for r in b.routers))
+    ptq = PTQSpec(layer_names=layers, router_names=unique(r for _, b in blocks for r in b.routers))
     spec = ModelSpec(
         model_type=model_type,
         min_transformers_version=None if remote_code else f"{installed.major}.{installed.minor}",
@@ -76,14 +76,9 @@ def draft_spec(model_type: str, made: list[Instance], *, remote_code: bool) -> D
         spec,
         export_spec=_export(Subject(spec, made)),
         ep_spec=_sharding(Subject(spec, made), todo) if moe is not None else None,
-        naming_spec=None if remote_code else _naming(Subject(spec, made)),
+        naming_spec=None if remote_code else draft_naming(Subject(spec, made)),
     )
     return Draft(spec, todo)
-
-
-def _names(names: Iterable[str]) -> tuple[str, ...]:
-    """Each once, in the order of appearance."""
-    return tuple(dict.fromkeys(names))
 
 
 def _experts(
@@ -92,7 +87,7 @@ def _experts(
     """Describe the blocks and their experts; (None, None) for a dense model."""
     if not blocks:
         return None, None
-    classes = _names(type(b.module).__name__ for _, b in blocks)
+    classes = unique(type(b.module).__name__ for _, b in blocks)
     container = next((b.container for _, b in blocks if b.container), "experts")
     storage = ExpertStorageSpec(container=container, shared_expert_names=_shared(blocks))
     made, block = next(((m, b) for m, b in blocks if b.module in m.calls), blocks[0])
@@ -155,7 +150,7 @@ def _widths(made: Instance, block: Block, storage: ExpertStorageSpec) -> list[in
 def _shared(blocks: list[tuple[Instance, Block]]) -> tuple[str, ...]:
     from modelopt_lite.doctor.classes import dense_children
 
-    return _names(name for _, block in blocks for name in dense_children(block))
+    return unique(name for _, block in blocks for name in dense_children(block))
 
 
 def _single_names(
@@ -230,7 +225,7 @@ def _layer_names(made: list[Instance]) -> tuple[str, ...]:
         lists = [ls for ls in layer_lists(one.model).values() if ls[0] in inside]
         longest = max(lists, key=len, default=nn.ModuleList())
         found += [type(layer).__name__ for layer in longest]
-    return _names(found)
+    return unique(found)
 
 
 def _ptq(subject: Subject) -> PTQSpec:
@@ -251,7 +246,7 @@ def _ptq(subject: Subject) -> PTQSpec:
     for made in subject.instances:
         for path, layer in subject.layers(made).items():
             for norm, readers in readers_of_norms(subject, made, layer).items():
-                for reader in sorted(readers):
+                for reader in sorted({*readers, *_lists_behind(subject, made, layer, readers)}):
                     names = _spellings(subject, made, path, reader)
                     feeds.setdefault(norm, {}).update(dict.fromkeys(names))
     towers = {
@@ -274,6 +269,20 @@ def _ptq(subject: Subject) -> PTQSpec:
         norm_feeds=tuple((norm, tuple(readers)) for norm, readers in feeds.items()),
         key_value_names=_key_value_names(subject),
     )
+
+
+def _lists_behind(
+    subject: Subject, made: Instance, layer: nn.Module, readers: frozenset[str]
+) -> set[str]:
+    """Return the paths of experts in lists: they read copies of what their router reads."""
+    inside = {m: n for n, m in layer.named_modules()}
+    found = set()
+    for block in subject.blocks[id(made)]:
+        at = inside.get(block.module)
+        routers = {f"{at}.{router}".lstrip(".") for router in block.routers}
+        if at is not None and block.experts and routers & readers:
+            found.add(f"{at}.{block.container}".lstrip("."))
+    return found
 
 
 def _spellings(subject: Subject, made: Instance, path: str, reader: str) -> list[str]:
@@ -309,7 +318,7 @@ def _key_value_names(subject: Subject) -> tuple[str, str]:
 
 
 def _export(subject: Subject) -> ExportSpec | None:
-    plus = _names(
+    plus = unique(
         type(norm).__name__
         for made in subject.instances
         for layer in subject.layers(made).values()
@@ -341,57 +350,3 @@ def _sharding(subject: Subject, todo: dict[str, str]) -> EPSpec | None:
         return None
     todo["ep_spec.base_model_ep_plan"] = "no run with sharded experts has tried this plan"
     return EPSpec(base_model_ep_plan=plan)
-
-
-def _naming(subject: Subject) -> NamingSpec | None:
-    """What the names on disk say; None where that does not tell all."""
-    found: list[str] = []
-    lists: list[str] = []
-    embeddings: list[str] = []
-    heads: list[str] = []
-    for made in subject.instances:
-        names = made.names
-        if not isinstance(names, NameMap):
-            return None
-        found += sorted(roles_in_layers(subject, made))
-        modules = dict(made.model.named_modules())
-        layers = subject.layers(made)
-        embedding = made.model.get_input_embeddings()
-        for source in made.saved[0]:
-            place = names.place(source)
-            if place is None:
-                continue
-            owner = place[0].rpartition(".")[0]
-            inside = next((path for path in layers if owner.startswith(f"{path}.")), None)
-            if inside is not None:
-                number = inside.rpartition(".")[2]
-                head, found_at, _ = source.partition(f".{number}.")
-                lists += [head] if found_at else []
-            elif modules.get(owner) is embedding:
-                embeddings.append(source.removesuffix(".weight"))
-        head_found = output_head(made.model)
-        heads += [head_found[0]] if head_found is not None else []
-    config = subject.instances[0].config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return NamingSpec(
-        layer_linear_names=_names(found),
-        layer_lists=_names(lists),
-        embedding_names=_names(embeddings),
-        head_names=_names(heads) or ("lm_head",),
-        is_tied=bool(type(text)().tie_word_embeddings),
-        layer_count_keys=_count_keys(subject) or ("num_hidden_layers",),
-    )
-
-
-def _count_keys(subject: Subject) -> tuple[str, ...]:
-    """Return the keys of config.json that give the number of layers, one for each model."""
-    found: list[str] = []
-    for made in subject.instances:
-        written = made.saved[1]
-        written = written.get("text_config", written)
-        count = len(subject.layers(made))
-        usual = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-        lists = [k for k, v in written.items() if isinstance(v, list) and len(v) == count]
-        kinds = [k for k in lists if k.endswith(("_type", "_types"))]
-        found += [k for k in (*usual, *kinds) if written.get(k) is not None][:1]
-    return _names(found)

@@ -106,8 +106,14 @@ def _routers_and_experts(subject: Subject, made: Instance) -> set[nn.Module]:
     return found
 
 
-def stated_readers(subject: Subject, made: Instance, layer: nn.Module) -> Feeds:
-    """Apply ``norm_feeds`` to a layer: readers that it has, of the norm's width."""
+def stated_readers(
+    subject: Subject, made: Instance, layer: nn.Module, *, lists: bool = False
+) -> Feeds:
+    """Apply ``norm_feeds`` to a layer: readers that it has, of the norm's width.
+
+    Experts in a list read gathered copies, which no address tells: they are left out but for
+    ``lists``.
+    """
     stated: dict[str, set[str]] = {}
     for norm, readers in subject.ptq.norm_feeds:
         source = child_of(layer, norm)
@@ -115,7 +121,7 @@ def stated_readers(subject: Subject, made: Instance, layer: nn.Module) -> Feeds:
             module = child_of(layer, reader)
             if source is None or not isinstance(module, nn.Module):
                 continue
-            if isinstance(module, nn.ModuleList):  # experts in a list read gathered copies
+            if isinstance(module, nn.ModuleList) and not lists:
                 continue
             if _width(subject, made, module) in (None, len(source.weight)):
                 stated.setdefault(norm, set()).add(reader)

@@ -22,7 +22,7 @@ def check_norm_folds(subject: Subject) -> None:
         for path, layer in subject.layers(made).items():
             if layer not in made.calls:
                 continue
-            for norm, readers in stated_readers(subject, made, layer).items():
+            for norm, readers in stated_readers(subject, made, layer, lists=True).items():
                 kind = (type(layer), frozenset({norm, *readers}))
                 if norm in norms_in(layer) and kind not in done:
                     done.add(kind)

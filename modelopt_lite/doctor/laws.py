@@ -110,7 +110,7 @@ def stacked(made: Instance, block: Block, storage: ExpertStorageSpec) -> Matrice
     """Cut stacked parameters into matrices, as the export does; [] where one is not there."""
     by_name = stacks_by_name(made, block)
     stacks = [by_name.get(name) for name in storage.stacked_names]
-    if not all(isinstance(stack, Tensor) and stack.ndim == 3 for stack in stacks):
+    if not stacks or not all(isinstance(s, Tensor) and s.ndim == 3 for s in stacks):
         return []
     found: Matrices = []
     for expert in range(block.count):

@@ -42,7 +42,7 @@ _COUNTS: tuple[tuple[str, int], ...] = (
     (r"(moe_)?num_(local_)?experts|n_routed_experts|(num_)?routed_experts|moe_num_experts", 4),
     (r"(zero_expert_num|n_zero_experts)", 2),
     (
-        r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k(_experts)?|experts_per_token",
+        r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|experts_per_token",
         2,
     ),
     (r"(n|num)_shared_experts?|moe_num_shared_experts", 1),
