@@ -51,7 +51,7 @@ def draft_naming(subject: Subject) -> NamingSpec | None:
         layer_lists=unique(lists),
         embedding_names=unique(embeddings),
         head_names=unique(heads) or ("lm_head",),
-        is_tied=bool(type(text)().tie_word_embeddings),
+        is_tied=bool(getattr(type(text)(), "tie_word_embeddings", False)),
         layer_count_keys=_count_keys(subject) or ("num_hidden_layers",),
     )
 
