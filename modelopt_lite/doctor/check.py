@@ -102,12 +102,8 @@ def _check(spec: ModelSpec) -> Checked:
     except CannotBuildError as error:
         if early:
             return absent
-        finding = Finding(
-            "model_type",
-            f"no small model can be built: {error}",
-            "give instance_spec the config fields that the class has no usable defaults for",
-        )
-        return Checked(spec.model_type, "wrong", findings=(finding,))
+        why = f"no small model can be built of its defaults ({error}); give one with --ckpt"
+        return Checked(spec.model_type, "not_checkable", why)
     if made[0].kind == "encoder-decoder":
         return Checked(spec.model_type, "no_causal_lm", f"{type(made[0].model).__name__}")
     checked = checked_against(spec, made)

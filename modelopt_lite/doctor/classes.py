@@ -70,7 +70,7 @@ def _unused_blocks(subject: Subject) -> None:
         subject.wrong(
             "moe_spec",
             "no model that could be built has a mixture of experts",
-            "remove moe_spec, or give instance_spec the config fields that switch experts on",
+            "remove moe_spec, or check it on a model that has one, with --ckpt",
         )
 
 
