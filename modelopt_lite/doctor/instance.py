@@ -9,6 +9,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,16 +158,17 @@ def instances_of_checkpoint(folder: Path, *, trust_remote_code: bool) -> list[In
         fields = {k: v for k, v in config.to_dict().items() if k != "quantization_config"}
         small = type(config).from_dict(_merge(fields, shrink(config, sizes)))
         small._name_or_path = str(folder)  # where transformers looks for the code
-        return _instance(small, _remote_model if remote else None)
+        make = partial(_remote_model, trust_remote_code=trust_remote_code)
+        return _instance(small, make if remote else None)
 
     return _in_all_forms(build)
 
 
-def _remote_model(config: Any) -> Any:
+def _remote_model(config: Any, *, trust_remote_code: bool) -> Any:
     import transformers
 
     return transformers.AutoModelForCausalLM.from_config(
-        config, trust_remote_code=True, dtype=torch.float32
+        config, trust_remote_code=trust_remote_code, dtype=torch.float32
     )
 
 

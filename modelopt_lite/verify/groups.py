@@ -51,16 +51,18 @@ def _check_biases(export: Export, members: list[Module]) -> Iterator[Finding]:
 def _check_complete(export: Export) -> Iterator[Finding]:
     """Rule ``group-incomplete``: a part is missing that other layers have at the same place."""
     siblings: dict[str, set[str]] = {}
+    packed: set[str] = set()
     for module in export.modules.values():
         if not module.stacked:
             siblings.setdefault(module.parent, set()).add(module.role)
+            packed.update({module.parent} if module.packed else ())
     places: dict[tuple[str, tuple[str, ...]], set[str]] = {}
     for parent, roles in siblings.items():
         for parts in export.ptq.fused_linears:
             present = {part for part in parts if part in roles}
             places.setdefault((_NUMBER.sub("*", f".{parent}."), parts), set()).update(present)
     for parent, roles in siblings.items():
-        if export.storage.expert_of(f"{parent}.x")[0] is not None:
+        if parent not in packed or export.storage.expert_of(f"{parent}.x")[0] is not None:
             continue  # experts are counted by their own rule
         for parts in export.ptq.fused_linears:
             elsewhere = places[_NUMBER.sub("*", f".{parent}."), parts]
@@ -69,7 +71,9 @@ def _check_complete(export: Export) -> Iterator[Finding]:
                 yield Finding(
                     "group-incomplete",
                     f"{export.folder}: {parent!r} has no {shorten(absent)}, and other layers have; "
-                    f"engines want all of {shorten(parts)}, export again",
+                    f"engines want all of {shorten(parts)}, export again unless the model's own "
+                    "layer lacks it",
+                    "warning",  # the last layers of some models take keys and values from others
                 )
 
 

@@ -301,7 +301,8 @@ def test_exports_of_a_peer(case: str) -> None:
         for key, tensor in original.items():
             value = source.read(key).double()
             assert value.shape == tensor.shape
-            bound = 0.15 * tensor.double().norm() if key in source.encoded else 0
+            share = 0.3 if "gptq" in case else 0.15  # GPTQ moves weights to spare products
+            bound = share * tensor.double().norm() if key in source.encoded else 0
             assert float((value - tensor).norm()) <= bound, key
 
 

@@ -352,7 +352,6 @@ def config_damage(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], N
         (lambda c: c["ignore"].append(Q), "excluded-but-packed"),
         (lambda c: c["ignore"].remove("lm_head"), "unpacked-not-excluded"),
         (lambda c: c["config_groups"].clear(), "config-groups"),
-        (lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=5), "config-groups"),
         (lambda c: c.update(kv_cache_scheme={"num_bits": 8, "type": "float"}), "kv-config"),
         (lambda c: c.update(kv_cache_scheme={"num_bits": 4, "type": "float"}), "kv-config"),
         (
@@ -372,6 +371,14 @@ def test_damaged_configs_are_found(
     folder = Path(shutil.copytree(exported("fp8"), tmp_path / "export"))
     config_damage(change)(folder)
     assert rule in errors(folder, source=LLAMA)
+
+
+def test_a_format_that_is_not_known_here_is_told(
+    exported: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(exported("fp8"), tmp_path / "export"))
+    config_damage(lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=5))(folder)
+    assert "format-unchecked" in {finding.rule for finding in audit(folder, source=LLAMA)}
 
 
 def test_an_export_is_a_source_again(exported: Callable[[str], Path], tmp_path: Path) -> None:

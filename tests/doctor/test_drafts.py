@@ -115,17 +115,21 @@ def test_what_is_written_is_the_draft_in_our_style(model_type: str, tmp_path: Pa
 def test_the_command_writes_a_package_and_checks_it(tmp_path: Path) -> None:
     """With a type that the installed release knows and the registry does not."""
     to = tmp_path / "packages"
-    made = CliRunner().invoke(app, ["specs", "new", "olmo", "--to", str(to)])
+    made = CliRunner().invoke(app, ["specs", "new", "diffllama", "--to", str(to)])
     assert made.exit_code == 0, made.output
-    assert f"wrote {to / 'olmo' / 'specs.py'}: 1 TODO left" in made.output
+    assert f"wrote {to / 'diffllama' / 'specs.py'}: 1 TODO left" in made.output
     assert "1 ok" in made.output
     with pytest.raises(OutputError, match="exists"):
-        write_first_draft("olmo", str(to))
+        write_first_draft("diffllama", str(to))
 
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [("llama", "has a spec"), ("nowhere", "neither a folder"), ("olmo", "no folder to write to")],
+    [
+        ("llama", "has a spec"),
+        ("nowhere", "neither a folder"),
+        ("diffllama", "no folder to write to"),
+    ],
 )
 def test_what_cannot_be_drafted_is_refused(
     what: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

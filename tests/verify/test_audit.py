@@ -52,6 +52,7 @@ def test_the_peers_exports_are_clean(case: str) -> None:
     )
     # Weights hold the scales of their inputs, and norms what was folded into them.
     allowed |= {"weight-error", "source-bytes", "engine-refuses"} if "awq" in case else set()
+    allowed |= {"weight-error"} if "gptq" in case else set()  # rounded for what products lose
     assert {f.rule for f in findings} <= allowed
 
 
