@@ -80,13 +80,6 @@ def run_calibrated(
             stack.enter_context(calibrate_all_experts(model, job.model_type, watch))
         stack.enter_context(torch.inference_mode())
 
-        def forward(batch: Tensor, watch: InputWatch, *, second: bool = False) -> None:
-            token = _IN_SECOND_RUN.set(second)
-            heard = nullcontext() if crew.silent else watch
-            with streamed.rows, heard, model_code(model):
-                model(input_ids=batch, use_cache=False)
-            _IN_SECOND_RUN.reset(token)
-
         streamed = stack.enter_context(
             StreamedModel(
                 model,
@@ -104,27 +97,44 @@ def run_calibrated(
         )
         stack.enter_context(crew.sending(streamed, watch))
         own = crew.batches(batches)
-        numbers = list(own)
-        passes = [partial(forward, batch, watch) for batch in own.values()]
+        heard = None if crew.silent else watch
+        passes = {n: partial(_forward, model, streamed, ids, heard) for n, ids in own.items()}
         if exporter.rounded:  # behind the others in each layer, whose scales are known then
-            second = watch.twin(RoundedRun(plan.matrices, exporter.evidence).visit)
-            numbers += [len(batches) + number for number in own]
-            passes += [partial(forward, batch, second, second=True) for batch in own.values()]
+            heard = watch.twin(RoundedRun(plan.matrices, exporter.evidence).visit)
+            passes |= {
+                len(batches) + n: partial(_forward, model, streamed, ids, heard, second=True)
+                for n, ids in own.items()
+            }
         # Whole models go pass by pass; searches then would hold what entered all layers.
         if schedule.units is None and not searches and type(crew) is Alone:
-            streamed.run_resident(passes)
+            streamed.run_resident([*passes.values()])
         else:
             waiting = None
             if schedule.waiting is not None:
                 waiting = stack.enter_context(Waiting(schedule.waiting, scratch, schedule.scratch))
             streamed.run_together(
-                passes,
+                [*passes.values()],
                 waiting=waiting,
                 replay=log.replay,
                 returned=(lambda *unheard: None) if crew.silent else log.returned,
-                numbers=numbers,
+                numbers=[*passes],
             )
         walk.wait()
+
+
+def _forward(
+    model: Any,
+    streamed: StreamedModel,
+    batch: Tensor,
+    watch: InputWatch | None,
+    *,
+    second: bool = False,
+) -> None:
+    """Run one batch through the model, where ``watch`` sees what enters weights."""
+    token = _IN_SECOND_RUN.set(second)
+    with streamed.rows, watch or nullcontext(), model_code(model):
+        model(input_ids=batch, use_cache=False)
+    _IN_SECOND_RUN.reset(token)
 
 
 class _Walk:

@@ -8,6 +8,7 @@ import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _LARGE = 1 << 20
+_TOP = 8 << 20
 _MOST = 32 << 20  # the highest threshold that glibc takes for blocks of their own
 _KERNEL_CACHE = "64"
 
@@ -32,7 +33,8 @@ def bound_caches() -> None:
         libc.mallopt(_M_ARENA_MAX, 1)
         libc.malloc_trim(0)
         _fill_holes(libc)
-        libc.mallopt(_M_TRIM_THRESHOLD, _MOST)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        libc.mallopt(_M_TRIM_THRESHOLD, _TOP)
 
 
 def release_freed() -> None:

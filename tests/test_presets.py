@@ -214,7 +214,8 @@ def test_mixed_experts(tmp_path: Path) -> None:
         progress=False,
     )
     assert set(report.quantized.values()) == {"fp8", "mxfp4"}
-    assert audit(tmp_path / "out", source=source, deep=True) == []
+    # SGLang takes a mixture without NVFP4 for another one, and is named.
+    assert {f.rule for f in audit(tmp_path / "out", source=source, deep=True)} == {"mixed-method"}
     ids = load_file(source / "calib_ids.safetensors")["input_ids.0"]
     before, after = (perplexity(f, text=ids, device="cpu") for f in (source, tmp_path / "out"))
     assert after.nll == pytest.approx(before.nll, rel=0.05)
