@@ -21,11 +21,11 @@ def bound_caches() -> None:
     value that the user set stays.
 
     glibc serves activations from holes that earlier work left in its heap, and such pages stay in
-    the process when they are freed: 100 MB more or less by chance. So the holes are filled. What
-    is freed at the heap's end stays for the next operation, up to 32 MB, and goes back when a layer
-    is left (`release_freed`): mapped block by block, or trimmed each time, activations would be
-    new pages each time, for the kernel to clear. Threads share one heap: each would else have
-    one of its own, with holes of its own, and grow by 1 MB a layer.
+    the process when they are freed: 100 MB more or less by chance. With the holes filled, blocks of
+    a megabyte or more are mapped, and go back to the system at once. Smaller ones at the heap's end
+    do when there are eight megabytes of them: the temporaries of one piece of a matrix, taken and
+    freed thousands of times, would else be new pages each time. Threads share one heap: each would
+    else have one of its own, with holes of its own, and grow by 1 MB a layer.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNEL_CACHE)
     os.environ.setdefault("LRU_CACHE_CAPACITY", _KERNEL_CACHE)
