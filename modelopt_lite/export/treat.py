@@ -121,9 +121,11 @@ class Treated:
         return (value * scale).to(dtype)
 
     def input_amax(self, matrix: Matrix) -> list[Tensor]:
-        """Return the largest magnitudes of what enters a matrix, of each expert that saw any."""
-        found = (self._choices[key].input_amax for key in self._keys(matrix))
-        return [amax for amax in found if amax is not None]
+        """Return the largest magnitudes of what enters a matrix, where they were chosen."""
+        found = (
+            self._choices.get(key) for key in self._keys(matrix)
+        )  # not of other ranks' experts
+        return [c.input_amax for c in found if c is not None and c.input_amax is not None]
 
     def _rows(self, name: str) -> Tensor | None:
         """Return the scale [R, 1] that the rows of a matrix take up."""

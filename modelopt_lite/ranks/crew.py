@@ -121,6 +121,11 @@ class Ranks(Alone):
                 "rounded inputs, which several ranks do not do; run it in one process, or with "
                 "exact numerics"
             )
+        if recipe.algorithm.sets_inputs:
+            raise RecipeError(
+                f"{recipe.name} chooses scales of inputs from the spread of all batches, "
+                "which several ranks do not join; run it in one process"
+            )
         self._log: dict[int, list[tuple[Site, Tensor, bool]]] = {}
         self._batch: int | None = None  # whose rows experts run on
         if self._evidence.cache.affine and job.plan.kv_cache:

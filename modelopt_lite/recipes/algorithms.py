@@ -62,6 +62,11 @@ class AlgorithmChoice:
         return self.method in SMOOTHING
 
     @property
+    def sets_inputs(self) -> bool:
+        """Whether it chooses the scales of inputs."""
+        return self.method == "act_headroom"
+
+    @property
     def rank(self) -> int:
         """Rank of the low-rank factors that it keeps apart; 0 where it keeps none."""
         return int(self.options.get("lowrank", 0))

@@ -69,6 +69,24 @@ def test_stacked_experts_are_not_run_again(
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
+def test_what_ranks_do_not_join_is_refused(
+    checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
+) -> None:
+    source = checkpoint("qwen3_moe")
+    for options, said in (
+        ({"recipe": "nvfp4_act_headroom"}, "run it in one process"),
+        (
+            {"recipe": "nvfp4_w4a4_weight_local_hessian", "numerics": "modelopt"},
+            "exact numerics",
+        ),
+    ):
+        ends = wait(start(2, quantize, source, tmp_path / "out", token_batches[:2], options))
+        for ended in ends:
+            assert ended.error is not None
+            assert said in ended.error
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_peers_numerics(
     checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
 ) -> None:
