@@ -109,30 +109,9 @@ class Ranks(Alone):
         recipe = job.plan.recipe
         self._jointly = recipe.algorithm.smooths or job.plan.numerics == "modelopt"
         self._stacks = {u.parent for u in job.plan.units if u.of_stack}
-        if self._stacks and exporter.sequential:
-            raise RecipeError(
-                f"{recipe.name} runs layers again with what they have become, and the experts of "
-                "this model are one tensor, which several ranks do not do; run it in one process, "
-                "or give ep=1 (--ep 1)"
-            )
-        if exporter.rounded:
-            raise RecipeError(
-                f"{recipe.name} with numerics='modelopt' runs all batches a second time with "
-                "rounded inputs, which several ranks do not do; run it in one process, or with "
-                "exact numerics"
-            )
-        if recipe.algorithm.sets_inputs:
-            raise RecipeError(
-                f"{recipe.name} chooses scales of inputs from the spread of all batches, "
-                "which several ranks do not join; run it in one process"
-            )
+        self._check_joined(exporter)
         self._log: dict[int, list[tuple[Site, Tensor, bool]]] = {}
         self._batch: int | None = None  # whose rows experts run on
-        if self._evidence.cache.affine and job.plan.kv_cache:
-            raise RecipeError(
-                "a KV cache with biases takes means over all batches in their order, which several "
-                "ranks do not have; run it in one process, or choose kv_cache: fp8"
-            )
         self._containers: dict[str, list[Unit]] = {}
         self._sizes: dict[str, int] = {}
         stations: dict[str, list[str]] = {}
@@ -161,6 +140,36 @@ class Ranks(Alone):
                 for entry in part.entries:
                     for number in part.experts or ():
                         self._expert_of[Site(entry, number)] = number, part.count
+
+    def _check_joined(self, exporter: Exporter) -> None:
+        """Refuse what needs more of all ranks than they tell each other.
+
+        Raises:
+            RecipeError: It says what, and how the run can be made.
+        """
+        recipe = self._job.plan.recipe
+        if self._stacks and exporter.sequential:
+            raise RecipeError(
+                f"{recipe.name} runs layers again with what they have become, and the experts of "
+                "this model are one tensor, which several ranks do not do; run it in one process, "
+                "or give ep=1 (--ep 1)"
+            )
+        if exporter.rounded:
+            raise RecipeError(
+                f"{recipe.name} with numerics='modelopt' runs all batches a second time with "
+                "rounded inputs, which several ranks do not do; run it in one process, or with "
+                "exact numerics"
+            )
+        if recipe.algorithm.sets_inputs:
+            raise RecipeError(
+                f"{recipe.name} chooses scales of inputs from the spread of all batches, "
+                "which several ranks do not join; run it in one process"
+            )
+        if self._evidence.cache.affine and self._job.plan.kv_cache:
+            raise RecipeError(
+                "a KV cache with biases takes means over all batches in their order, which several "
+                "ranks do not have; run it in one process, or choose kv_cache: fp8"
+            )
 
     def batches(self, batches: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return this rank's share, or the first batch where it has none."""

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
+from modelopt_lite.models.hy_v4.specs import SPEC as HY_V4
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import (
-    EPSpec,
-    ExpertStorageSpec,
-    ModelSpec,
-    MoESpec,
-    NamingSpec,
-    PTQSpec,
-)
+from modelopt_lite.models.specs import EPSpec
+from modelopt_lite.models.variants import variant
 
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.24.0.
 # Names on disk: files written by save_pretrained of the same release.
 SPEC = register(
-    ModelSpec(
-        model_type="hy_v4_vl",
+    variant(
+        HY_V4,
+        "hy_v4_vl",
         min_transformers_version="5.24",
-        moe_spec=MoESpec(
-            block_names=("HYV4VLMoE",),
-            expert_linear_names=("gate_proj", "down_proj", "up_proj"),
-            gate_up_pair=("gate_proj", "up_proj"),
-        ),
+        moe_spec={"block_names": ("HYV4VLMoE",)},
         ep_spec=EPSpec(plan_config_attr="text_config"),
-        ptq_spec=PTQSpec(
-            layer_names=("HYV4VLDecoderLayer",),
-            router_names=("gate",),
-            # vLLM joins wk and weights_proj of the indexer in bfloat16 (deepseek_v2.py).
-            skip_modules=(
+        ptq_spec={
+            "layer_names": ("HYV4VLDecoderLayer",),
+            "skip_modules": (
                 "*vision_tower*",
                 "*hc_head*",
                 "*vit*",
@@ -36,65 +26,6 @@ SPEC = register(
                 "*.indexer.weights_proj",
                 "*.hc_fn",
             ),
-            fused_linears=(("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa")),
-            norm_feeds=(
-                (
-                    "input_layernorm",
-                    (
-                        "self_attn.gate_proj",
-                        "self_attn.linear_gate",
-                        "self_attn.q_a_proj",
-                        "self_attn.kv_a_proj_with_mqa",
-                        "self_attn.indexer.wk",
-                        "self_attn.indexer.weights_proj",
-                    ),
-                ),
-                ("self_attn.q_a_layernorm", ("self_attn.q_b_proj", "self_attn.indexer.wq_b")),
-                ("self_attn.kv_a_layernorm", ("self_attn.kv_b_proj",)),
-                (
-                    "post_attention_layernorm",
-                    (
-                        "mlp.gate_proj",
-                        "mlp.linear_gate",
-                        "mlp.up_proj",
-                        "mlp.gate",
-                        "mlp.experts",
-                        "mlp.shared_experts.gate_proj",
-                        "mlp.shared_experts.linear_gate",
-                        "mlp.shared_experts.up_proj",
-                    ),
-                ),
-            ),
-            # Loaded as bfloat16, these stay float32.
-            keep_dtype_names=(
-                "hc_base",
-                "hc_fn",
-                "hc_scale",
-                "base",
-                "fn",
-                "scale",
-                "e_score_correction_bias",
-                "bias",
-                "sinks",
-            ),
-        ),
-        expert_storage_spec=ExpertStorageSpec(
-            linear_names=("gate_proj", "up_proj", "down_proj"),
-            stacked_names=("gate_up_proj", "down_proj"),
-            shared_expert_names=("shared_experts",),
-        ),
-        naming_spec=NamingSpec(
-            layer_linear_names=(
-                "q_a_proj",
-                "q_b_proj",
-                "kv_a_proj_with_mqa",
-                "kv_b_proj",
-                "o_proj",
-                "linear_gate",
-                "wq_b",
-                "up_proj",
-                "down_proj",
-            )
-        ),
+        },
     )
 )

@@ -5,6 +5,18 @@ from __future__ import annotations
 from modelopt_lite.models.registry import register
 from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, MoESpec, NamingSpec, PTQSpec
 
+# Who reads an attention norm, as modules are called in memory and on disk.
+_Q = (
+    *("self_attn.q_proj.linear", "attn.wq_du"),
+    *("self_attn.relative_position_bias.linear", "attn.wr_du"),
+    *("self_attn.sink_proj", "attn.attn_sink_proj"),
+    *("self_attn.o_proj.gate_proj", "attn.gate_attn"),
+)
+_K = ("self_attn.k_proj.linear", "attn.wk_dv")
+_V = ("self_attn.v_proj.linear", "attn.wv_dv")
+_K_CONV = ("self_attn.k_proj.sconv.weight_proj", "attn.k_sconv.weight_proj")
+_V_CONV = ("self_attn.v_proj.sconv.weight_proj", "attn.v_sconv.weight_proj")
+
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.24.0.
 # Names on disk: files written by save_pretrained of the same release.
 SPEC = register(
@@ -30,104 +42,12 @@ SPEC = register(
             ),
             fused_linears=(("gate_proj", "up_proj"),),
             norm_feeds=(
-                (
-                    "input_layernorm",
-                    (
-                        "self_attn.q_proj.linear",
-                        "attn.wq_du",
-                        "self_attn.k_proj.linear",
-                        "attn.wk_dv",
-                        "self_attn.v_proj.linear",
-                        "attn.wv_dv",
-                        "self_attn.relative_position_bias.linear",
-                        "attn.wr_du",
-                        "self_attn.sink_proj",
-                        "attn.attn_sink_proj",
-                        "self_attn.o_proj.gate_proj",
-                        "attn.gate_attn",
-                    ),
-                ),
-                (
-                    "attn_norm",
-                    (
-                        "self_attn.q_proj.linear",
-                        "attn.wq_du",
-                        "self_attn.k_proj.linear",
-                        "attn.wk_dv",
-                        "self_attn.v_proj.linear",
-                        "attn.wv_dv",
-                        "self_attn.relative_position_bias.linear",
-                        "attn.wr_du",
-                        "self_attn.sink_proj",
-                        "attn.attn_sink_proj",
-                        "self_attn.o_proj.gate_proj",
-                        "attn.gate_attn",
-                    ),
-                ),
+                *((norm, (*_Q, *_K, *_V)) for norm in ("input_layernorm", "attn_norm")),
+                *((norm, _Q) for norm in ("q_input_layernorm", "q_input_norm")),
+                *((norm, (*_K, *_K_CONV)) for norm in ("k_input_layernorm", "k_input_norm")),
+                *((norm, (*_V, *_V_CONV)) for norm in ("v_input_layernorm", "v_input_norm")),
                 ("post_attention_layernorm", ("mlp.gate", "mlp.experts")),
                 ("mlp_norm", ("mlp.gate", "mlp.experts")),
-                (
-                    "q_input_layernorm",
-                    (
-                        "self_attn.q_proj.linear",
-                        "attn.wq_du",
-                        "self_attn.relative_position_bias.linear",
-                        "attn.wr_du",
-                        "self_attn.sink_proj",
-                        "attn.attn_sink_proj",
-                        "self_attn.o_proj.gate_proj",
-                        "attn.gate_attn",
-                    ),
-                ),
-                (
-                    "q_input_norm",
-                    (
-                        "self_attn.q_proj.linear",
-                        "attn.wq_du",
-                        "self_attn.relative_position_bias.linear",
-                        "attn.wr_du",
-                        "self_attn.sink_proj",
-                        "attn.attn_sink_proj",
-                        "self_attn.o_proj.gate_proj",
-                        "attn.gate_attn",
-                    ),
-                ),
-                (
-                    "k_input_layernorm",
-                    (
-                        "self_attn.k_proj.linear",
-                        "attn.wk_dv",
-                        "self_attn.k_proj.sconv.weight_proj",
-                        "attn.k_sconv.weight_proj",
-                    ),
-                ),
-                (
-                    "k_input_norm",
-                    (
-                        "self_attn.k_proj.linear",
-                        "attn.wk_dv",
-                        "self_attn.k_proj.sconv.weight_proj",
-                        "attn.k_sconv.weight_proj",
-                    ),
-                ),
-                (
-                    "v_input_layernorm",
-                    (
-                        "self_attn.v_proj.linear",
-                        "attn.wv_dv",
-                        "self_attn.v_proj.sconv.weight_proj",
-                        "attn.v_sconv.weight_proj",
-                    ),
-                ),
-                (
-                    "v_input_norm",
-                    (
-                        "self_attn.v_proj.linear",
-                        "attn.wv_dv",
-                        "self_attn.v_proj.sconv.weight_proj",
-                        "attn.v_sconv.weight_proj",
-                    ),
-                ),
             ),
             # Loaded as bfloat16, these stay float32.
             keep_dtype_names=("query", "e_score_correction_bias"),
