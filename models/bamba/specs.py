@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import ModelSpec, NamingSpec, PTQSpec
+from modelopt_lite.models.specs import (
+    GATED_LINEARS,
+    ModelSpec,
+    NamingSpec,
+    PTQSpec,
+)
 
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
 # 5.24.0. Names on disk: files written by save_pretrained of the same releases.
@@ -24,18 +29,6 @@ SPEC = register(
                 ("pre_ff_layernorm", ("feed_forward.gate_proj", "feed_forward.up_proj")),
             ),
         ),
-        naming_spec=NamingSpec(
-            layer_linear_names=(
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "out_proj",
-                "in_proj",
-                "gate_proj",
-                "up_proj",
-                "down_proj",
-            )
-        ),
+        naming_spec=NamingSpec(layer_linear_names=(*GATED_LINEARS, "out_proj", "in_proj")),
     )
 )

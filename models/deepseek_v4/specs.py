@@ -5,6 +5,27 @@ from __future__ import annotations
 from modelopt_lite.models.registry import register
 from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, MoESpec, NamingSpec, PTQSpec
 
+# Who reads each norm, as modules are called in memory and on disk.
+_READS_INPUT = (
+    *("self_attn.q_a_proj", "attn.wq_a"),
+    *("self_attn.kv_proj", "attn.wkv"),
+    *("self_attn.compressor.kv_proj", "attn.compressor.wkv"),
+    *("self_attn.compressor.gate_proj", "attn.compressor.wgate"),
+    *("self_attn.compressor.indexer.kv_proj", "attn.indexer.compressor.wkv"),
+    *("self_attn.compressor.indexer.gate_proj", "attn.indexer.compressor.wgate"),
+    *("self_attn.compressor.indexer.scorer.weights_proj", "attn.indexer.weights_proj"),
+)
+_READS_Q = (
+    *("self_attn.q_b_proj", "attn.wq_b"),
+    *("self_attn.compressor.indexer.q_b_proj", "attn.indexer.wq_b"),
+)
+_READS_MLP = (
+    *("mlp.gate", "ffn.gate"),
+    *("mlp.experts", "ffn.experts"),
+    *("mlp.shared_experts.gate_proj", "ffn.shared_experts.w1"),
+    *("mlp.shared_experts.up_proj", "ffn.shared_experts.w3"),
+)
+
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
 # 5.24.0. Names on disk: files written by save_pretrained of the same releases.
 # The second spelling of each name is that of files which transformers 5.24.0 writes.
@@ -41,88 +62,9 @@ SPEC = register(
                 ("w1", "w3"),
             ),
             norm_feeds=(
-                (
-                    "input_layernorm",
-                    (
-                        "self_attn.q_a_proj",
-                        "attn.wq_a",
-                        "self_attn.kv_proj",
-                        "attn.wkv",
-                        "self_attn.compressor.kv_proj",
-                        "attn.compressor.wkv",
-                        "self_attn.compressor.gate_proj",
-                        "attn.compressor.wgate",
-                        "self_attn.compressor.indexer.kv_proj",
-                        "attn.indexer.compressor.wkv",
-                        "self_attn.compressor.indexer.gate_proj",
-                        "attn.indexer.compressor.wgate",
-                        "self_attn.compressor.indexer.scorer.weights_proj",
-                        "attn.indexer.weights_proj",
-                    ),
-                ),
-                (
-                    "attn_norm",
-                    (
-                        "self_attn.q_a_proj",
-                        "attn.wq_a",
-                        "self_attn.kv_proj",
-                        "attn.wkv",
-                        "self_attn.compressor.kv_proj",
-                        "attn.compressor.wkv",
-                        "self_attn.compressor.gate_proj",
-                        "attn.compressor.wgate",
-                        "self_attn.compressor.indexer.kv_proj",
-                        "attn.indexer.compressor.wkv",
-                        "self_attn.compressor.indexer.gate_proj",
-                        "attn.indexer.compressor.wgate",
-                        "self_attn.compressor.indexer.scorer.weights_proj",
-                        "attn.indexer.weights_proj",
-                    ),
-                ),
-                (
-                    "self_attn.q_a_norm",
-                    (
-                        "self_attn.q_b_proj",
-                        "attn.wq_b",
-                        "self_attn.compressor.indexer.q_b_proj",
-                        "attn.indexer.wq_b",
-                    ),
-                ),
-                (
-                    "attn.q_norm",
-                    (
-                        "self_attn.q_b_proj",
-                        "attn.wq_b",
-                        "self_attn.compressor.indexer.q_b_proj",
-                        "attn.indexer.wq_b",
-                    ),
-                ),
-                (
-                    "post_attention_layernorm",
-                    (
-                        "mlp.gate",
-                        "ffn.gate",
-                        "mlp.experts",
-                        "ffn.experts",
-                        "mlp.shared_experts.gate_proj",
-                        "ffn.shared_experts.w1",
-                        "mlp.shared_experts.up_proj",
-                        "ffn.shared_experts.w3",
-                    ),
-                ),
-                (
-                    "ffn_norm",
-                    (
-                        "mlp.gate",
-                        "ffn.gate",
-                        "mlp.experts",
-                        "ffn.experts",
-                        "mlp.shared_experts.gate_proj",
-                        "ffn.shared_experts.w1",
-                        "mlp.shared_experts.up_proj",
-                        "ffn.shared_experts.w3",
-                    ),
-                ),
+                *((norm, _READS_INPUT) for norm in ("input_layernorm", "attn_norm")),
+                *((norm, _READS_Q) for norm in ("self_attn.q_a_norm", "attn.q_norm")),
+                *((norm, _READS_MLP) for norm in ("post_attention_layernorm", "ffn_norm")),
             ),
             # Loaded as bfloat16, these stay float32.
             keep_dtype_names=(

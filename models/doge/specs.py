@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from modelopt_lite.models.registry import register
 from modelopt_lite.models.specs import (
+    GATED_LINEARS,
     EPSpec,
     ExpertStorageSpec,
     ModelSpec,
@@ -27,16 +28,6 @@ SPEC = register(
             fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
         ),
         expert_storage_spec=ExpertStorageSpec(),
-        naming_spec=NamingSpec(
-            layer_linear_names=(
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "gate_proj",
-                "up_proj",
-                "down_proj",
-            )
-        ),
+        naming_spec=NamingSpec(layer_linear_names=GATED_LINEARS),
     )
 )

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, MoESpec, NamingSpec, PTQSpec
+from modelopt_lite.models.specs import (
+    GATED_LINEARS,
+    ExpertStorageSpec,
+    ModelSpec,
+    MoESpec,
+    NamingSpec,
+    PTQSpec,
+)
 
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
 # 5.24.0. Names on disk: files written by save_pretrained of the same releases.
@@ -34,17 +41,7 @@ SPEC = register(
             stacked_names=("gate_up_proj", "down_proj"),
         ),
         naming_spec=NamingSpec(
-            layer_linear_names=(
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "per_layer_input_gate",
-                "per_layer_projection",
-                "gate_proj",
-                "up_proj",
-                "down_proj",
-            ),
+            layer_linear_names=(*GATED_LINEARS, "per_layer_input_gate", "per_layer_projection"),
             is_tied=True,
         ),
     )

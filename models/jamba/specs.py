@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from modelopt_lite.models.registry import register
 from modelopt_lite.models.specs import (
+    GATED_LINEARS,
     EPSpec,
     ExpertStorageSpec,
     ModelSpec,
@@ -52,19 +53,7 @@ SPEC = register(
             stacked_names=("gate_up_proj", "down_proj"),
         ),
         naming_spec=NamingSpec(
-            layer_linear_names=(
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "out_proj",
-                "in_proj",
-                "dt_proj",
-                "x_proj",
-                "gate_proj",
-                "up_proj",
-                "down_proj",
-            )
+            layer_linear_names=(*GATED_LINEARS, "out_proj", "in_proj", "dt_proj", "x_proj")
         ),
     )
 )

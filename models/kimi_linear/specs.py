@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, MoESpec, NamingSpec, PTQSpec
+from modelopt_lite.models.specs import (
+    GATED_LINEARS,
+    ExpertStorageSpec,
+    ModelSpec,
+    MoESpec,
+    NamingSpec,
+    PTQSpec,
+)
 
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.24.0.
 # Names on disk: files written by save_pretrained of the same release.
@@ -64,23 +71,17 @@ SPEC = register(
         ),
         naming_spec=NamingSpec(
             layer_linear_names=(
-                "q_proj",
-                "k_proj",
-                "v_proj",
+                *GATED_LINEARS,
                 "kv_a_proj_with_mqa",
                 "kv_b_proj",
-                "o_proj",
                 "b_proj",
                 "f_a_proj",
                 "f_b_proj",
                 "g_a_proj",
                 "g_b_proj",
-                "gate_proj",
-                "up_proj",
                 "w1",
                 "w3",
                 "w2",
-                "down_proj",
             )
         ),
     )

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, MoESpec, NamingSpec, PTQSpec
+from modelopt_lite.models.specs import (
+    GATED_LINEARS,
+    ExpertStorageSpec,
+    ModelSpec,
+    MoESpec,
+    NamingSpec,
+    PTQSpec,
+)
 
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.24.0.
 # Names on disk: files written by save_pretrained of the same release.
@@ -58,17 +65,7 @@ SPEC = register(
             shared_expert_names=("shared_expert",),
         ),
         naming_spec=NamingSpec(
-            layer_linear_names=(
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "out_proj",
-                "in_proj",
-                "gate_proj",
-                "up_proj",
-                "down_proj",
-            ),
+            layer_linear_names=(*GATED_LINEARS, "out_proj", "in_proj"),
             is_tied=True,
         ),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from modelopt_lite.models.registry import register
 from modelopt_lite.models.specs import (
+    GATED_LINEARS,
     EPSpec,
     ExpertStorageSpec,
     ExportSpec,
@@ -53,18 +54,7 @@ SPEC = register(
             shared_expert_names=("shared_experts",),
         ),
         naming_spec=NamingSpec(
-            layer_linear_names=(
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "gate_proj",
-                "up_proj",
-                "w1",
-                "w3",
-                "w2",
-                "down_proj",
-            ),
+            layer_linear_names=(*GATED_LINEARS, "w1", "w3", "w2"),
             layer_lists=("language_model.model.layers",),
             embedding_names=("language_model.model.embed_tokens",),
             head_names=("lm_head", "language_model.lm_head"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from modelopt_lite.models.registry import register
 from modelopt_lite.models.specs import (
+    GATED_LINEARS,
     EPSpec,
     ExpertStorageSpec,
     ExportSpec,
@@ -12,6 +13,8 @@ from modelopt_lite.models.specs import (
     NamingSpec,
     PTQSpec,
 )
+
+LAYER_LINEARS = (*GATED_LINEARS, "out_proj", "in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z")
 
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
 # 5.24.0. Names on disk: files written by save_pretrained of the same releases.
@@ -67,21 +70,6 @@ SPEC = register(
             stacked_names=("gate_up_proj", "down_proj"),
             shared_expert_names=("shared_expert",),
         ),
-        naming_spec=NamingSpec(
-            layer_linear_names=(
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "out_proj",
-                "in_proj_a",
-                "in_proj_b",
-                "in_proj_qkv",
-                "in_proj_z",
-                "gate_proj",
-                "up_proj",
-                "down_proj",
-            )
-        ),
+        naming_spec=NamingSpec(layer_linear_names=LAYER_LINEARS),
     )
 )

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from modelopt_lite.models.qwen3_5_moe_text.specs import LAYER_LINEARS
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import ExportSpec, ModelSpec, NamingSpec, PTQSpec
+from modelopt_lite.models.specs import (
+    ExportSpec,
+    ModelSpec,
+    NamingSpec,
+    PTQSpec,
+)
 
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
 # 5.24.0. Names on disk: files written by save_pretrained of the same releases.
@@ -37,21 +43,6 @@ SPEC = register(
                 ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
             ),
         ),
-        naming_spec=NamingSpec(
-            layer_linear_names=(
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "out_proj",
-                "in_proj_a",
-                "in_proj_b",
-                "in_proj_qkv",
-                "in_proj_z",
-                "gate_proj",
-                "up_proj",
-                "down_proj",
-            )
-        ),
+        naming_spec=NamingSpec(layer_linear_names=LAYER_LINEARS),
     )
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from modelopt_lite.models.registry import register
 from modelopt_lite.models.specs import (
+    GATED_LINEARS,
     EPSpec,
     ExpertStorageSpec,
     ExportSpec,
@@ -62,17 +63,6 @@ SPEC = register(
             stacked_names=("gate_up_proj", "down_proj"),
             shared_expert_names=("shared_experts", "share_expert"),
         ),
-        naming_spec=NamingSpec(
-            layer_linear_names=(
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "g_proj",
-                "gate_proj",
-                "up_proj",
-                "down_proj",
-            )
-        ),
+        naming_spec=NamingSpec(layer_linear_names=(*GATED_LINEARS, "g_proj")),
     )
 )
