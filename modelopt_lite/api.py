@@ -20,6 +20,7 @@ from modelopt_lite.in_memory import export_hf, quantize
 from modelopt_lite.offloading import OffloadChoice
 from modelopt_lite.output import staged, staged_export
 from modelopt_lite.parallel.team import Team, team_of_run
+from modelopt_lite.predict import Prediction
 from modelopt_lite.preview import dry_run
 from modelopt_lite.progress import Progress, make_progress
 from modelopt_lite.recipes import Recipe, load_recipe
@@ -212,7 +213,7 @@ def _write(request: Request, team: Team | None = None, *, searched: float = 0.0)
     """Make the export and put it into its place."""
     options, target, job = request.options, request.target, request.job
     predicted = request.prediction()
-    report = _begun(request)
+    report = _begun(request, predicted)
     if searched:
         report.seconds["choose formats"] = searched
     outlook = make_outlook(job, predicted, request.budgets, request.data)
@@ -230,7 +231,8 @@ def _follow(request: Request, team: Team) -> None:
     options = request.options
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        run = Run(request.job, request.data, _begun(request), options.verify, _quiet, team)
+        report = _begun(request, request.prediction())
+        run = Run(request.job, request.data, report, options.verify, _quiet, team)
         run.weights(
             staged_export(request.target),
             request.layout,
@@ -244,12 +246,12 @@ def _quiet(phase: str, done: int, total: int) -> None:
     """Rank 0 tells how far the run is."""
 
 
-def _begun(request: Request) -> Report:
+def _begun(request: Request, predicted: Prediction) -> Report:
     job = request.job
     recipe = job.plan.recipe.name
     report = Report(str(request.target), recipe, job.model_type, details=request.details)
     report.notes += request.notes
-    report.predicted_memory_bytes = request.prediction().host_peak
+    report.predicted_memory_bytes = predicted.host_peak
     return report
 
 

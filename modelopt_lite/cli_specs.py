@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from rich.table import Table
 
 from modelopt_lite.cli_show import AsJson, Trust, plain, print_json, set_up_torch, show
 from modelopt_lite.errors import SpecError
-from modelopt_lite.words import counted
+from modelopt_lite.words import counted, near
 
 specs_app = typer.Typer(no_args_is_help=True, help="What is known about models.")
 
@@ -57,11 +56,9 @@ def _known_spec(model_type: str) -> Any:
     if (spec := get_spec(model_type)) is not None:
         return spec
     known = [spec.model_type for spec in get_specs()]
-    near = difflib.get_close_matches(model_type, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
     raise SpecError(
-        f"no spec for model_type {model_type!r}{hint} (known: {', '.join(known)}); "
-        f"`modelopt-lite specs new {model_type}` writes a first draft"
+        f"no spec for model_type {model_type!r}{near(model_type, known)} "
+        f"(known: {', '.join(known)}); `modelopt-lite specs new {model_type}` writes a first draft"
     )
 
 

@@ -34,6 +34,7 @@ from modelopt_lite.evaluate import (
 from modelopt_lite.job import Job
 from modelopt_lite.offload.units import Unit
 from modelopt_lite.output import resolve_checkpoint
+from modelopt_lite.predictions import token_divergences
 from modelopt_lite.progress import Progress, make_progress
 
 _CHUNK = 1 << 20  # logits of each side that are float64 at a time: 8 MiB
@@ -245,7 +246,7 @@ def _add_logits(sums: _Sums, source_BTV: Tensor, export_BTV: Tensor, ids_BT: Ten
             targets_N = ids_T[part.start + 1 : part.stop + 1]
             logp_NV = functional.log_softmax(p_TV[part].double(), dim=-1)
             logq_NV = functional.log_softmax(q_TV[part].double(), dim=-1)
-            kl_N = (logp_NV.exp() * (logp_NV - logq_NV)).sum(-1)
+            kl_N = token_divergences(logp_NV, logq_NV)
             sums.tokens += len(targets_N)
             sums.kl += float(kl_N.sum())
             sums.kl_max = max(sums.kl_max, float(kl_N.max()))

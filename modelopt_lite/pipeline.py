@@ -23,6 +23,7 @@ from modelopt_lite.export.inputs import RoundedRun
 from modelopt_lite.export.quantize import check_finite
 from modelopt_lite.finishing import OneBehind
 from modelopt_lite.job import Job
+from modelopt_lite.offload.forwards import running
 from modelopt_lite.offload.store import Loaded
 from modelopt_lite.offload.stream import StreamedModel
 from modelopt_lite.offload.units import Unit, output_head
@@ -263,13 +264,5 @@ def without_head(model: Any, plan: Plan) -> Iterator[set[str]]:
         yield set()
         return
     name, head = found
-    own_forward = "forward" in head.__dict__
-    before = head.forward
-    head.forward = lambda x, *args, **kwargs: x.new_zeros((*x.shape[:-1], 0))
-    try:
+    with running({head: lambda x, *args, **kwargs: x.new_zeros((*x.shape[:-1], 0))}):
         yield {name}
-    finally:
-        if own_forward:
-            head.forward = before
-        else:
-            del head.forward

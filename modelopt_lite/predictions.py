@@ -73,15 +73,15 @@ class Predictions:
         for kept_TV, given_TV in zip(kept_BTV[:, :-1], logits_BTV[:, :-1], strict=True):
             for start in range(0, len(given_TV), step):
                 kept_NV = kept_TV[start : start + step].to(given_TV.device)
-                total += _divergences(kept_NV, given_TV[start : start + step]).double().sum()
+                log_p_NV = functional.log_softmax(kept_NV.float(), -1)
+                log_q_NV = functional.log_softmax(given_TV[start : start + step].float(), -1)
+                total += token_divergences(log_p_NV, log_q_NV).double().sum()
         return float(total)
 
     def _path(self, index: int) -> Path:
         return self._folder / f"batch-{index:05d}.safetensors"
 
 
-def _divergences(kept_NV: Tensor, given_NV: Tensor) -> Tensor:
-    """Return KL(kept || given) of each token, float32 [N]."""
-    log_p_NV = functional.log_softmax(kept_NV.float(), -1)
-    log_q_NV = functional.log_softmax(given_NV.float(), -1)
+def token_divergences(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
+    """Return KL(p || q) of each token [N], in nats, from log-probabilities and in their dtype."""
     return (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(-1)

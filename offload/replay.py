@@ -10,8 +10,8 @@ in plausible numbers.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from modelopt_lite.checkpoint.reader import byte_view
 from modelopt_lite.errors import InternalError, OutputError
+from modelopt_lite.offload.forwards import running
 
 Returned = Callable[[int, str, Any], None]
 
@@ -172,13 +173,12 @@ class Replay:
         values = [self._build(part, fill) for part in parts]
         return tuple(values) if kind == "tuple" else values
 
-    @contextmanager
     def around(
         self,
         layers: Mapping[str, nn.Module],
         current: Callable[[], int],
         returned: Returned,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Have layers return what is replayed, as long as there is something.
 
         Args:
@@ -186,19 +186,11 @@ class Replay:
             current: Gives the position of the pass that is running.
             returned: Called with a pass, a layer and what it returned, where it really ran.
         """
-        before: dict[str, Any] = {
-            name: module.__dict__.get("forward") for name, module in layers.items()
+        stubs = {
+            module: self._stub(module.forward, current, _named(returned, name))
+            for name, module in layers.items()
         }
-        for name, module in layers.items():
-            module.forward = self._stub(module.forward, current, _named(returned, name))
-        try:
-            yield
-        finally:
-            for name, module in layers.items():
-                if before[name] is None:
-                    del module.forward
-                else:
-                    module.forward = before[name]
+        return running(stubs)
 
     def _stub(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from types import TracebackType
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from modelopt_lite.errors import InternalError
 from modelopt_lite.offload.expert_parts import ExpertRows
+from modelopt_lite.offload.forwards import running
 from modelopt_lite.offload.lockstep import Lockstep
 from modelopt_lite.offload.memory import release_freed
 from modelopt_lite.offload.prefetch import Prefetcher
@@ -222,8 +223,7 @@ class StreamedModel:
             for handle in hooks:
                 handle.remove()
 
-    @contextmanager
-    def _running_twice(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+    def _running_twice(self, layers: Mapping[str, nn.Module]) -> AbstractContextManager[None]:
         """Have layers run twice, their arguments held by the suspended pass."""
 
         def twice(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,17 +235,7 @@ class StreamedModel:
 
             return run
 
-        before: dict[str, Any] = {n: module.__dict__.get("forward") for n, module in layers.items()}
-        for name, module in layers.items():
-            module.forward = twice(name, module.forward)
-        try:
-            yield
-        finally:
-            for name, module in layers.items():
-                if before[name] is None:
-                    del module.forward
-                else:
-                    module.forward = before[name]
+        return running({m: twice(name, m.forward) for name, m in layers.items()})
 
     def _enter(self, name: str) -> None:
         if name in self._at:

@@ -11,7 +11,7 @@ every layer's weights are read twice, and memory holds the graph of one layer fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from modelopt_lite.offload.forwards import running
 from modelopt_lite.offload.shelf import Kept, Shelf
 
 
@@ -83,25 +84,16 @@ class Tape:
         for at, kept in call.gradients.items():
             yield at, self._shelf.look(kept)
 
-    @contextmanager
-    def around(self, layers: Mapping[str, nn.Module], current: Callable[[], int]) -> Iterator[None]:
+    def around(
+        self, layers: Mapping[str, nn.Module], current: Callable[[], int]
+    ) -> AbstractContextManager[None]:
         """Have layers run without autograd, and take note of their calls.
 
         Args:
             layers: The layers, by name.
             current: Returns which pass is running.
         """
-        before = {name: module.__dict__.get("forward") for name, module in layers.items()}
-        for name, module in layers.items():
-            vars(module)["forward"] = self._noted(name, module.forward, current)
-        try:
-            yield
-        finally:
-            for name, module in layers.items():
-                if before[name] is None:
-                    del module.forward
-                else:
-                    vars(module)["forward"] = before[name]
+        return running({m: self._noted(name, m.forward, current) for name, m in layers.items()})
 
     def back(self, call: Call, forward: Callable[..., Any]) -> None:
         """Run a call again with autograd, and pass the gradients of its outputs on.

@@ -31,11 +31,13 @@ from modelopt_lite.calibrate.model_code import model_code
 from modelopt_lite.calibrate.observe import InputStats, InputWatch, Site
 from modelopt_lite.errors import InternalError, SpecError
 from modelopt_lite.job import Job
+from modelopt_lite.offload.forwards import running
 from modelopt_lite.offload.shelf import Kept, Shelf
 from modelopt_lite.offload.store import Loaded
 from modelopt_lite.offload.stream import StreamedModel
 from modelopt_lite.offload.waiting import Waiting
 from modelopt_lite.pipeline import without_head
+from modelopt_lite.predictions import token_divergences
 from modelopt_lite.progress import Progress
 
 Variant = tuple[str, str]
@@ -275,7 +277,7 @@ def _through_layers(
         )
         layers = {u.name: model.get_submodule(u.name) for u in units if u.is_layer}
         with (
-            _with_forwards(
+            running(
                 {m: variants.around(m.forward, lambda: streamed.current) for m in layers.values()}
             ),
             streamed,
@@ -339,7 +341,7 @@ def _logits(
 
     layers = [model.get_submodule(unit.name) for unit in job.plan.units if unit.is_layer]
     forwards: dict[nn.Module, Callable[..., Any]] = dict.fromkeys(layers, stub)
-    with _with_forwards({**forwards, embedding: embedded}), model_code(model):
+    with running({**forwards, embedding: embedded}), model_code(model):
         logits: Tensor = model(input_ids=ids_BT, use_cache=False).logits
     if bool(torch.isnan(logits).any()):
         raise SpecError(
@@ -358,24 +360,7 @@ def divergence(exact_BTV: Tensor, other_BTV: Tensor) -> float:
     exact_NV, other_NV = exact_BTV.flatten(0, -2), other_BTV.flatten(0, -2)
     step = max(1, _CHUNK // exact_NV.shape[1])
     for start in range(0, len(exact_NV), step):
-        log_p = functional.log_softmax(exact_NV[start : start + step].double(), dim=-1)
-        log_q = functional.log_softmax(other_NV[start : start + step].double(), dim=-1)
-        own_N = functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-        total += own_N.sum()
+        log_p_NV = functional.log_softmax(exact_NV[start : start + step].double(), dim=-1)
+        log_q_NV = functional.log_softmax(other_NV[start : start + step].double(), dim=-1)
+        total += token_divergences(log_p_NV, log_q_NV).sum()
     return float(total)
-
-
-@contextmanager
-def _with_forwards(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Have modules run other functions in the place of their own."""
-    before = {module: module.__dict__.get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        for module, own in before.items():
-            if own is None:
-                vars(module).pop("forward", None)
-            else:
-                vars(module)["forward"] = own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from modelopt_lite.dialects.base import Dialect
 from modelopt_lite.dialects.compressed_tensors import CompressedTensors
 from modelopt_lite.dialects.modelopt import ModelOpt
 from modelopt_lite.errors import RecipeError
+from modelopt_lite.words import near
 
 DIALECTS: dict[str, type[Dialect]] = {kind.name: kind for kind in (ModelOpt, CompressedTensors)}
 BOTH = "both"
@@ -28,10 +28,10 @@ def dialect_names(asked: str | Sequence[str]) -> tuple[str, ...]:
         names = tuple(DIALECTS)
     for name in names:
         if name not in DIALECTS:
-            near = difflib.get_close_matches(str(name), (*DIALECTS, BOTH), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            known = ", ".join((*DIALECTS, BOTH))
-            raise RecipeError(f"unknown dialect {name!r}{hint}; known: {known}")
+            known = (*DIALECTS, BOTH)
+            raise RecipeError(
+                f"unknown dialect {name!r}{near(str(name), known)}; known: {', '.join(known)}"
+            )
     if len(set(names)) != len(names) or not names:
         raise RecipeError(f"dialect is {asked!r}; give each dialect once, and at least one")
     return names

@@ -7,7 +7,6 @@ each case.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from modelopt_lite.formats.codecs import fp4, fp8, integer
 from modelopt_lite.formats.codecs.base import Codec
 from modelopt_lite.formats.groups import GROUP_MULTIPLE, fits_groups
 from modelopt_lite.formats.inputs import INPUTS, Inputs
+from modelopt_lite.words import near
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +272,8 @@ def get_format(name: str) -> LinearFormat:
         RecipeError: There is no such format.
     """
     if name not in FORMATS:
-        near = difflib.get_close_matches(name, FORMATS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RecipeError(f"unknown format {name!r}{hint}; known: {', '.join(sorted(FORMATS))}")
+        known = ", ".join(sorted(FORMATS))
+        raise RecipeError(f"unknown format {name!r}{near(name, FORMATS)}; known: {known}")
     return FORMATS[name]
 
 
@@ -289,9 +288,9 @@ def with_inputs(fmt: LinearFormat, name: str) -> LinearFormat:
         RecipeError: No such rounding, or no format of both.
     """
     if name not in INPUTS:
-        near = difflib.get_close_matches(name, INPUTS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RecipeError(f"unknown inputs {name!r}{hint}; known: {', '.join(INPUTS)}")
+        raise RecipeError(
+            f"unknown inputs {name!r}{near(name, INPUTS)}; known: {', '.join(INPUTS)}"
+        )
     alike = [fmt, *(f for f in FORMATS.values() if f.codec.element == fmt.codec.element)]
     found = next((f for f in alike if f.inputs == INPUTS[name]), None)
     if found is None:

@@ -7,7 +7,6 @@ transformers 5.14.1 and the package compressed-tensors 0.20.1, read from their s
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from modelopt_lite.dialects.compressed_tensors import CompressedTensors
 from modelopt_lite.dialects.modelopt import ModelOpt
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.verify.findings import Finding
+from modelopt_lite.words import near
 
 ENGINES: Mapping[str, str] = MappingProxyType(
     {
@@ -198,9 +198,9 @@ def engine_names(asked: Iterable[str]) -> tuple[str, ...]:
     names = [name.strip() for item in asked for name in item.split(",")]
     for name in names:
         if name not in ENGINES:
-            near = difflib.get_close_matches(name, ENGINES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise RecipeError(f"unknown engine {name!r}{hint}; known: {', '.join(ENGINES)}")
+            raise RecipeError(
+                f"unknown engine {name!r}{near(name, ENGINES)}; known: {', '.join(ENGINES)}"
+            )
     return tuple(dict.fromkeys(names))
 
 
