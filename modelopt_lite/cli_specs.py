@@ -75,6 +75,7 @@ def specs_check(
         ),
     ] = None,
     trust_remote_code: Trust = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Specs that are checked at once.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Hold specs to the installed transformers; exits with 1 where one is wrong.
@@ -83,13 +84,15 @@ def specs_check(
     compared with them. With --ckpt they are built from its config; its weights are not read.
     """
     set_up_torch()
-    from modelopt_lite.doctor.check import check_checkpoint, check_specs
+    from modelopt_lite.doctor.check import check_checkpoint
+    from modelopt_lite.doctor.jobs import check_specs
     from modelopt_lite.models import get_specs
 
     if ckpt is not None:
         checked = [check_checkpoint(Path(ckpt), trust_remote_code=trust_remote_code)]
     else:
-        checked = check_specs([_known_spec(t) for t in types] if types else get_specs())
+        specs = [_known_spec(t) for t in types] if types else get_specs()
+        checked = check_specs(specs, jobs=jobs, report=_tell if len(specs) > 1 else None)
     _show_checked(checked, as_json=as_json)
 
 
@@ -113,6 +116,12 @@ def specs_new(
     file, checked, todo = write_first_draft(what, to, trust_remote_code=trust_remote_code)
     typer.echo(f"wrote {file}: {counted(todo, 'TODO')} left", err=as_json)
     _show_checked([checked], as_json=as_json)
+
+
+def _tell(checked: Any, done: int, total: int) -> None:
+    """Say on stderr that a spec was checked."""
+    line = f"{done}/{total} {checked.model_type}: {checked.status}, {checked.seconds:.1f} s"
+    typer.echo(line, err=True)
 
 
 def _show_checked(checked: Any, *, as_json: bool) -> None:

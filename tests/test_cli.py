@@ -49,7 +49,7 @@ FLAGS = {
         --activations --against --batch-size --device --json --keep --max-tokens --no-activations
         --no-progress --progress --seq-len --text --trust-remote-code
     """,
-    "specs check": "--ckpt --json --trust-remote-code",
+    "specs check": "--ckpt --jobs --json --trust-remote-code",
     "specs list": "--json",
     "specs new": "--json --to --trust-remote-code",
     "specs show": "--json",

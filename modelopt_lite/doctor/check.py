@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,18 +39,15 @@ def check_spec(spec: ModelSpec) -> Checked:
         checked = _check(spec)
     except Exception as error:  # one spec must not hide what is found of the others
         line = traceback.extract_tb(error.__traceback__)[-1]
-        finding = Finding(
-            "the check itself",
-            f"failed at {Path(line.filename).name}:{line.lineno}: {told(error)}",
-            "report it, with the release of transformers",
-        )
-        checked = Checked(spec.model_type, "wrong", findings=(finding,))
+        how = f"failed at {Path(line.filename).name}:{line.lineno}: {told(error)}"
+        return failed_check(spec, how, time.perf_counter() - start)
     return replace(checked, seconds=time.perf_counter() - start)
 
 
-def check_specs(specs: Iterable[ModelSpec]) -> list[Checked]:
-    """Check several specs, in order."""
-    return [check_spec(spec) for spec in specs]
+def failed_check(spec: ModelSpec, how: str, seconds: float) -> Checked:
+    """Return what a check says that did not come to its end."""
+    finding = Finding("the check itself", how, "report it, with the release of transformers")
+    return Checked(spec.model_type, "wrong", findings=(finding,), seconds=seconds)
 
 
 def check_checkpoint(folder: Path, *, trust_remote_code: bool = False) -> Checked:
