@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def build_meta_model(
         )
     if adapt is not None:
         config = adapt(config)
-    with quiet_transformers(), init_empty_weights(include_buffers=False):
+    with quiet_transformers(), init_empty_weights(include_buffers=False), _no_initial_weights():
         try:
             model = _instantiate(transformers, config, config_json, dtype, trust_remote_code)
         except Exception as error:  # a constructor may raise anything
@@ -54,7 +54,9 @@ def build_meta_model(
                 f"{source / 'config.json'}: {error}"
             ) from error
     model.requires_grad_(False)
-    if not transformers.__version__.startswith("4."):
+    if transformers.__version__.startswith("4."):
+        model.tie_weights()
+    else:
         _compute_buffers(model, model)
     return model.eval()
 
@@ -72,6 +74,19 @@ def _compute_buffers(module: nn.Module, owner: Any) -> None:
         owner._init_weights(module)
     for child in module.children():
         _compute_buffers(child, owner)
+
+
+def _no_initial_weights() -> AbstractContextManager[Any]:
+    """Keep release 4 from drawing weights that nobody reads, as its loader does.
+
+    Some classes compute them on the CPU and cannot put them in the place of what is on the meta
+    device (Bamba's A_log). Release 5 skips there by itself what is on that device.
+    """
+    import transformers
+    from transformers import modeling_utils
+
+    old = transformers.__version__.startswith("4.")
+    return modeling_utils.no_init_weights() if old else nullcontext()
 
 
 def load_config(source: Path, config_json: dict[str, Any], *, trust_remote_code: bool) -> Any:

@@ -100,7 +100,7 @@ def find_candidates(
         if source in structure.linear:
             found.append(_single(source, info, storage))
         elif len(info.shape) == 3 and source in structure.names.by_source:
-            found += _stacked(source, info, storage)
+            found += _stacked(source, info, _oriented(storage, source, tensors))
         elif spec is not None and is_weight(source, info):
             others.append(_single(source, info, storage))
     return _apply_facts(structure, found, others, spec)
@@ -151,6 +151,19 @@ def _stacked(source: str, info: TensorShape, storage: ExpertStorageSpec) -> list
                 )
             )
     return found
+
+
+def _oriented(
+    storage: ExpertStorageSpec, source: str, tensors: Mapping[str, TensorShape]
+) -> ExpertStorageSpec:
+    """Facts of the layer that a stack belongs to."""
+    stem = source.removesuffix(".weight")
+    parent, dot, _ = stem.rpartition(".")
+    suffix = source.removeprefix(stem)
+    stacks = [tensors.get(f"{parent}{dot}{name}{suffix}") for name in storage.stacked_names]
+    if not stacks or stacks[0] is None or stacks[-1] is None:
+        return storage
+    return storage.oriented(stacks[0].shape, stacks[-1].shape)
 
 
 def slice_expert(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from modelopt_lite.models.fieldtypes import check_fields
@@ -226,7 +226,8 @@ class ExpertStorageSpec(SpecSection):
             the same order, where each stands for one of them.
         stacked_parent: Path inside the block of the module that holds the stacked tensors on
             disk, where that is not ``container``; "" is the block itself.
-        input_major: The stacked tensors are [E, H, 2I] and [E, I, H].
+        input_major: The stacked tensors are [E, H, 2I] and [E, I, H], unless their shapes say
+            otherwise.
         interleaved_gate_up: Gate and up alternate along 2I, gate at 0, 2, 4, ...
         export_stacked: Engines read the stacked names. False: they want one tensor an expert,
             also when the source is stacked.
@@ -241,6 +242,25 @@ class ExpertStorageSpec(SpecSection):
     interleaved_gate_up: bool = False
     export_stacked: bool = False
     shared_expert_names: tuple[str, ...] = ()
+
+    def oriented(self, first: tuple[int, ...], last: tuple[int, ...]) -> ExpertStorageSpec:
+        """Return these facts with the orientation that a checkpoint's stacks have.
+
+        Files of both exist for some types: releases of transformers hold the stacks of one type
+        either way, and keep what they loaded. Where the shapes leave it open, the spec says it.
+
+        Args:
+            first: Shape of the tensor called ``stacked_names[0]``.
+            last: Shape of the one called ``stacked_names[-1]``.
+        """
+        if len(first) != 3 or len(last) != 3 or len(self.stacked_names) != 2:
+            return self
+        parts = len(self.roles(self.stacked_names[0]))
+        output_major = (first[1], first[2]) == (parts * last[2], last[1])
+        input_major = (first[1], first[2]) == (last[2], parts * last[1])
+        if input_major in (output_major, self.input_major):
+            return self
+        return replace(self, input_major=input_major)
 
     def expert_of(self, module: str) -> tuple[int | None, str | None]:
         """Split ``…experts.3.gate_proj`` into (3, "…experts"); (None, None) for other names."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -144,16 +145,28 @@ def _place_in_list(entry: str, unit: Unit, model: nn.Module) -> tuple[str, int] 
 class ExpertRows(TorchFunctionMode):
     """Serves single experts of stacked parameters of which only some rows are in memory.
 
+    Models that ask a weight for its device may do so before the weight is in, and would move their
+    inputs to the meta device, where the values are lost and products give what memory holds by
+    chance. Nothing is moved there, and nothing is made there.
+
     Args:
         model: The model; its stacked parameters stay on the meta device.
         parts: The parts.
+        device: Where units compute.
         want: Called with a part's name when one of its experts is asked for and not in memory; on
             return it is.
     """
 
-    def __init__(self, model: nn.Module, parts: Iterable[Unit], want: Callable[[str], None]):
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Iterable[Unit],
+        device: torch.device,
+        want: Callable[[str], None],
+    ) -> None:
         super().__init__()
         self._want = want
+        self._device = device
         self._entries = WeakTensorKeyDictionary()
         self._parts: dict[str, dict[int, str]] = {}
         self._rows: dict[str, tuple[range, Tensor]] = {}
@@ -183,6 +196,10 @@ class ExpertRows(TorchFunctionMode):
     ) -> Any:
         """Look at one torch function call."""
         name = getattr(func, "__name__", "")
+        if name == "to":
+            return _moved(func(*args, **(kwargs or {})), args[0])
+        if kwargs and _is_meta(kwargs.get("device")):
+            kwargs = {**kwargs, "device": self._device}
         if name != "__getitem__" or not isinstance(args[0], Tensor):
             return func(*args, **(kwargs or {}))
         entry = self._entries.get(args[0])
@@ -199,6 +216,15 @@ class ExpertRows(TorchFunctionMode):
             self._want(self._parts[entry][expert])
             found = self._rows[entry]
         return found
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _moved(moved: Tensor, before: Tensor) -> Tensor:
+    """Return what ``Tensor.to`` gave, or where that has no values, the tensor in its dtype."""
+    return before.to(moved.dtype) if moved.is_meta and not before.is_meta else moved
 
 
 def is_number(index: Any) -> bool:

@@ -67,7 +67,7 @@ class WeightStore:
         self._read = read
         self._keep_dtype = keep_dtype
         self._dtype_on_disk = dtype_on_disk
-        self._device = device
+        self.device = device
         self._read_rows = read_rows
         self._blank = model.state_dict(keep_vars=True)
         self._rooms = Rooms(device)
@@ -119,7 +119,7 @@ class WeightStore:
         assert self._read_rows is not None
         assert unit.experts is not None
         [name], [target] = group.sources, group.targets
-        value = self._read_rows(name, unit.experts).to(self._device)
+        value = self._read_rows(name, unit.experts).to(self.device)
         loaded.buffers[target].copy_(value)
         same = loaded.buffers[target].dtype == value.dtype
         loaded.sources[name] = loaded.buffers[target] if same else value
@@ -148,7 +148,7 @@ class WeightStore:
         """Read a tensor in the dtype on disk, and put it into ``out``, which may have another."""
         if out is not None and out.dtype == self._dtype_on_disk(name):
             return self._read(name, out)
-        value = self._read(name, None).to(self._device)
+        value = self._read(name, None).to(self.device)
         if out is not None:
             out.copy_(value)
         return value

@@ -83,7 +83,7 @@ class StreamedModel:
         self._inside: dict[str, Loaded] = {}
         self._lockstep: Lockstep | None = None
         self._parts = [unit for unit in units if unit.parent is not None]
-        self.rows = ExpertRows(model, self._parts, self.want)
+        self.rows = ExpertRows(model, self._parts, store.device, self.want)
         self._prefetcher = Prefetcher(
             store,
             expected_order(model, [u for u in units if u.name not in finished]),

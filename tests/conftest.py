@@ -73,6 +73,18 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {**COMMON, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
     ),
+    "llama4_text": (
+        "Llama4TextConfig",
+        {
+            **COMMON,
+            "head_dim": 8,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "attention_chunk_size": 64,
+        },
+    ),
     "phi3": ("Phi3Config", {**COMMON, "pad_token_id": 0}),
     "qwen2_moe": (
         "Qwen2MoeConfig",

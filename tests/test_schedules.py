@@ -20,7 +20,10 @@ from modelopt_lite.predict import predict
 from modelopt_lite.report import REPORT_FILE
 
 MakeCheckpoint = Callable[..., Path]
-KINDS = ("llama", "llama_tied", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text")
+KINDS = (
+    *("llama", "llama_tied", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text"),
+    "llama4_text",  # it moves its tokens to the device of an embedding that is not there yet
+)
 
 
 def hashes(folder: Path) -> dict[str, str]:

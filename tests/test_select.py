@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,18 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from modelopt_lite import quantize_and_export
 from modelopt_lite.apply import apply_recipe
 from modelopt_lite.build import build_meta_model, quiet_transformers
 from modelopt_lite.checkpoint.dequant import open_source
+from modelopt_lite.doctor.instance import small_model
+from modelopt_lite.doctor.shrink import Sizes
 from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.models import ExpertStorageSpec, ModelSpec, PTQSpec, get_spec, get_specs
-from modelopt_lite.recipes import Override, Recipe
+from modelopt_lite.recipes import Override, Recipe, load_recipe
 from modelopt_lite.select import Candidate, find_candidates
 from modelopt_lite.structure import TensorShape, structure_of
 
@@ -154,11 +160,11 @@ def test_whole_numbers_are_no_candidates() -> None:
 
 
 class Stacked(nn.Module):
-    def __init__(self, name: str = "experts", rows: int = 8) -> None:
+    def __init__(self, name: str = "experts", rows: int = 8, *, turned: bool = False) -> None:
         super().__init__()
         inner = nn.Module()
-        inner.gate_up = nn.Parameter(torch.zeros(2, rows, 4))
-        inner.down = nn.Parameter(torch.zeros(2, 4, rows // 2))
+        stacks = torch.zeros(2, rows, 4), torch.zeros(2, 4, rows // 2)
+        inner.gate_up, inner.down = (nn.Parameter(s.mT if turned else s) for s in stacks)
         self.add_module(name, inner)
         self.gate = nn.Linear(4, 2, bias=False)
 
@@ -194,9 +200,9 @@ def test_a_stack_is_cut_into_the_matrices_that_engines_name() -> None:
     made = candidates_of(Stacked(), stacked_spec(interleaved_gate_up=True))
     assert made["experts.1.gate"].region == (1, slice(0, None, 2))
     assert made["experts.1.up"].region == (1, slice(1, None, 2))
-    made = candidates_of(Stacked(), stacked_spec(input_major=True))
-    assert made["experts.1.up"].region == (1, whole, slice(2, 4))
-    assert made["experts.1.up"].shape == (2, 8)
+    made = candidates_of(Stacked(turned=True), stacked_spec(input_major=True))
+    assert made["experts.1.up"].region == (1, whole, slice(4, 8))
+    assert made["experts.1.up"].shape == (4, 4)
     assert all(c.input_major == (name != "gate") for name, c in made.items())
 
 
@@ -310,3 +316,51 @@ def test_a_model_without_matrices() -> None:
         apply_recipe([], recipe())
     with pytest.raises(RecipeError, match=r"looks like '\(none\)'"):
         apply_recipe([], recipe(include=("a",)))
+
+
+def test_stacks_of_either_orientation_give_the_same_export(tmp_path: Path) -> None:
+    """Published Qwen3-VL-MoE has [E, H, 2I] and [E, I, H]; release 5 writes them turned."""
+    made = small_model("qwen3_vl_moe", Sizes(16, fill=True)).model.to(torch.bfloat16)
+    made.save_pretrained(tmp_path / "one")
+    tensors = load_file(tmp_path / "one" / "model.safetensors")
+    stacks = [name for name, tensor in tensors.items() if tensor.ndim == 3 and "expert" in name]
+    assert len(stacks) == 4
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    turned = {n: t.mT.contiguous() if n in stacks else t for n, t in tensors.items()}
+    save_file(turned, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    recipe = replace(load_recipe("int4_weight_only"), group_size=(32,))
+    for name in ("one", "other"):
+        out = tmp_path / f"{name} exported"
+        quantize_and_export(
+            tmp_path / name, export_dir=out, recipe=recipe, on_bad_shape="skip", progress=False
+        )
+    one, other = (
+        load_file(tmp_path / f"{name} exported" / "model.safetensors") for name in ("one", "other")
+    )
+    assert one.keys() == other.keys()
+    assert any(".experts.0.gate_proj.weight" in name for name in one)
+    same = {n: t.dtype == other[n].dtype and torch.equal(t, other[n]) for n, t in one.items()}
+    assert all(same.values())
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "input_major"),
+    [
+        ((4, 96, 64), (4, 64, 48), False),
+        ((4, 64, 96), (4, 48, 64), True),
+        ((4, 96, 48), (4, 48, 48), False),  # I is H
+        ((4, 48, 96), (4, 48, 48), True),
+        ((4, 96, 64), (4, 60, 48), None),  # neither: as the spec says
+    ],
+)
+def test_the_orientation_of_stacks_is_that_of_their_shapes(
+    first: tuple[int, ...], last: tuple[int, ...], input_major: bool | None
+) -> None:
+    for stated in (False, True):
+        storage = ExpertStorageSpec(
+            linear_names=("gate_proj", "up_proj", "down_proj"),
+            stacked_names=("gate_up_proj", "down_proj"),
+            input_major=stated,
+        )
+        expected = stated if input_major is None else input_major
+        assert storage.oriented(first, last).input_major == expected

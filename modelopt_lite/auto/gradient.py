@@ -133,7 +133,7 @@ def _forward(
         tell(f"forward {loaded.unit.name}")
 
     def forward(ids_BT: Tensor) -> None:
-        with watch, torch.enable_grad():
+        with streamed.rows, watch, torch.enable_grad():
             logits_BTV = _logits(model, ids_BT)
         if logits_BTV is not None:
             torch.autograd.backward([logits_BTV], [loss_gradient(logits_BTV, ids_BT)])

@@ -261,7 +261,7 @@ def _through_layers(
         progress(f"unit {loaded.unit.name}", min(done[0], len(units)), len(units))
 
     def forward(ids_BT: Tensor) -> None:
-        with model_code(model), torch.enable_grad():
+        with streamed.rows, model_code(model), torch.enable_grad():
             model(input_ids=ids_BT, use_cache=False)
 
     with without_head(model, job.plan) as skipped:

@@ -8,9 +8,11 @@ import inspect
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -106,21 +108,28 @@ def instances(model_type: str) -> list[Instance]:
     Raises:
         CannotBuildError: None could be built.
     """
+    return _in_all_forms(partial(small_model, model_type))
+
+
+def small_model(
+    model_type: str, sizes: Sizes, given: Mapping[str, Any] = MappingProxyType({})
+) -> Instance:
+    """Build one form of an architecture, and run it; ``given`` fields of its config are as said.
+
+    Raises:
+        Exception: What the config or the model class raised.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[model_type]
-
-    def build(sizes: Sizes) -> Instance:
-        fields = shrink(cls(), sizes)
-        for _ in range(_REPAIRS):
-            try:
-                return _instance(config := cls(**fields))
-            except AttributeError as error:
-                if not _give_missing(config, fields, error, sizes):
-                    raise
-        return _instance(cls(**fields))
-
-    return _in_all_forms(build)
+    fields = _merge(shrink(cls(), sizes), given)
+    for _ in range(_REPAIRS):
+        try:
+            return _instance(config := cls(**fields))
+        except AttributeError as error:
+            if not _give_missing(config, fields, error, sizes):
+                raise
+    return _instance(cls(**fields))
 
 
 def _give_missing(config: Any, fields: dict[str, Any], error: AttributeError, sizes: Sizes) -> bool:
@@ -220,7 +229,7 @@ def _instance(config: Any, make: Callable[[Any], Any] | None = None) -> Instance
         def make(config: Any) -> Any:
             return cls._from_config(config, dtype=torch.float32)
 
-    with torch.device("meta"):
+    with suppress(NotImplementedError), torch.device("meta"):  # a class reads what it has made
         _check_size(make(config))
     model = make(config)
     model.eval().requires_grad_(False)

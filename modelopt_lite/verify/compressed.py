@@ -81,7 +81,9 @@ def check_schemes(export: Export, stated: Schemes) -> Iterator[Finding]:
         for module in export.modules.values()
         # Readers do not quantize embeddings, listed or not.
         if module.weight is not None and not module.packed and "embed" not in module.role
+        # Readers know the experts of a stack by the name of the block that holds it.
         if stated.scheme_of(module.name) and not stated.ignores(module.name)
+        if not (module.stacked and stated.ignores(module.parent))
     ]
     if left:
         yield Finding(

@@ -393,6 +393,21 @@ def test_an_export_is_a_source_again(exported: Callable[[str], Path], tmp_path: 
         assert torch.allclose(source.read(f"{Q}.weight").float(), relative, rtol=0.07)
 
 
+def test_experts_of_one_tensor_may_be_left(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """A stack has no module of its own: readers know it by the block that it lies in."""
+    recipe = Recipe(
+        name="attention", weights="int4_weight_only", exclude=("*.mlp.experts",), group_size=(32,)
+    )
+    out = tmp_path / "out"
+    report = quantize_and_export(
+        checkpoint("gpt_oss"), export_dir=out, recipe=recipe, dialect="compressed-tensors"
+    )
+    assert report.quantized
+    assert not errors(out)
+    edit_json(out / "config.json", lambda c: c["quantization_config"]["ignore"].clear())
+    assert "unpacked-not-excluded" in errors(out)
+
+
 def test_the_table_of_clients_names_every_preset_in_every_dialect() -> None:
     from modelopt_lite.dialects.known import DIALECTS
     from modelopt_lite.recipes import preset_names
