@@ -1,0 +1,127 @@
+"""Small checkpoints of an architecture: its smallest model with seeded weights, in bfloat16.
+
+The doctor's builder makes them, so that what it can build is what is exported here; widths are
+larger than the doctor's, so that formats with blocks find a matrix to quantize.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+
+from modelopt_lite.build import quiet_transformers
+from modelopt_lite.doctor.instance import Instance, known_here, small_model
+from modelopt_lite.doctor.shrink import Sizes
+from modelopt_lite.models import ModelSpec
+
+UNIT = 16  # widths are multiples of it: 8 of them are a group of 128
+# Switching on what a class leaves off first: experts are what most types are described for.
+# Fields that release 4 needs: the parts of heads that turn with time, height and width, which its
+# classes leave at None and read; kinds of layers by its names; no kernels of other packages.
+_MROPE = {"rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5]}}
+GIVEN_4: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
+    "jamba": {"use_mamba_kernels": False},
+    "qwen3_vl": {"text_config": _MROPE},
+    "qwen3_vl_moe": {"text_config": _MROPE},
+    "qwen3_vl_moe_text": _MROPE,
+}
+# What a release of transformers itself cannot do, by type and the start of its version.
+DEFECTS = {
+    ("glm4v", "4."): "its text model runs with a mask alone",
+    ("glm4v_moe", "4."): "its text model runs with a mask alone",
+    ("doge", "4."): "its experts return a pair, which its layers do not take apart",
+    ("gemma3n_text", "4."): "save_pretrained writes 'per_layer_model.language_model_projection'",
+}
+NO_DECODER = "predicts no next token"
+NEEDS_PACKAGES = "needs packages that are not installed"
+EXPECTED = (NO_DECODER, NEEDS_PACKAGES)  # no fault of ours, nor of a release
+FORMS = (Sizes(UNIT, fill=True), Sizes(UNIT), Sizes(UNIT, fill=True, other=True))
+
+
+def absent(spec: ModelSpec) -> str:
+    """Return why a type cannot be built in this environment, or nothing."""
+    if spec.modeling_source == "remote_code":
+        return "its code comes with the checkpoint"
+    early = Version(transformers.__version__) < Version(spec.min_transformers_version or "0")
+    if early or not known_here(spec.model_type):
+        return f"not in transformers {transformers.__version__}"
+    for (model_type, start), why in DEFECTS.items():
+        if model_type == spec.model_type and transformers.__version__.startswith(start):
+            return f"a defect of transformers {start}x: {why}"
+    return ""
+
+
+def told(error: Exception) -> str:
+    """Return an error in one line, without the folders of whoever ran this."""
+    message = re.sub(r"/\S*/site-packages/", "", " ".join(str(error).split()))
+    message = re.sub(r"/(tmp|\S*/\.nox)/[^ :,]+", "(folder)", message)
+    return f"{type(error).__name__}: {message}"
+
+
+def build(spec: ModelSpec) -> Instance:
+    """Return the first form of a type that runs, with experts where its spec describes some.
+
+    Raises:
+        Exception: What the first form failed with, where none runs.
+    """
+    old = transformers.__version__.startswith("4.")
+    given: dict[str, Any] = GIVEN_4.get(spec.model_type, {}) if old else {}
+    made: list[Instance] = []
+    errors: list[Exception] = []
+    for sizes in FORMS:
+        try:
+            with quiet_transformers():
+                instance = small_model(spec.model_type, sizes, given)
+        except Exception as error:  # config and model classes may raise anything
+            errors.append(error)
+            continue
+        moe = spec.moe_spec
+        if (
+            moe is None
+            or not moe.block_names
+            or any(moe.matches(m) for m in instance.model.modules())
+        ):
+            made.append(instance)
+            if not instance.not_run:
+                return instance
+        else:
+            errors.append(ValueError(f"its smallest model has none of {moe.block_names}"))
+    if made:
+        return made[0]
+    raise errors[0]
+
+
+def save(spec: ModelSpec, folder: Path) -> str:
+    """Write a small checkpoint of a type; return what keeps it from being exported, or nothing.
+
+    Args:
+        spec: Of a type that the installed transformers knows.
+        folder: It is made; it stays empty where a reason is returned.
+    """
+    try:
+        instance = build(spec)
+    except ImportError as error:
+        return f"{NEEDS_PACKAGES}: {told(error)}"
+    except Exception as error:
+        return f"no small model: {told(error)}"
+    if instance.kind != "causal LM":
+        return f"{NO_DECODER} ({instance.kind})"
+    if instance.not_run:
+        return f"no small model that runs: {instance.not_run}"
+    model = type(instance.model)._from_config(instance.config, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():  # classes leave some of them as memory was
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.05, generator=generator)
+        elif not parameter.isfinite().all():
+            torch.nn.init.ones_(parameter)
+    model.generation_config = type(model.generation_config)()  # a top_k may be that of a router
+    with quiet_transformers():
+        model.save_pretrained(folder)
+    return ""

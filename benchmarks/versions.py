@@ -1,0 +1,178 @@
+"""Whether one small checkpoint gives the same bytes under every release of transformers.
+
+`benchmarks/export_all.py --checkpoints FOLDER` keeps the digests of its exports in
+docs/versions.json and makes docs/versions.md from it. Alone, this makes the table anew, and exits
+with 1 where a difference has no explanation here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from export_tables import DOCS, Result, dumps
+from packaging.version import Version
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Why some bytes differ from those of older releases.
+
+    Attributes:
+        types: Expression that the whole model type fits.
+        exports: Expression that the whole "dialect/recipe" fits.
+        releases: Expression that the release whose bytes are others fits.
+        why: In a sentence, as it stands in the table.
+    """
+
+    types: str
+    exports: str
+    releases: str
+    why: str
+
+
+EXPLAINED: tuple[Explained, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An export whose bytes are not those of the oldest release that made it."""
+
+    model_type: str
+    export: str
+    release: str
+    oldest: str
+    what: str
+
+    @property
+    def why(self) -> str:
+        """The explanation; empty without one."""
+        return next(
+            (
+                e.why
+                for e in EXPLAINED
+                if re.fullmatch(e.types, self.model_type)
+                and re.fullmatch(e.exports, self.export)
+                and re.fullmatch(e.releases, self.release)
+            ),
+            "",
+        )
+
+
+def record(results: Mapping[str, Result], folder: Path = DOCS) -> None:
+    """Add the digests of exports to versions.json in a folder, and make versions.md anew.
+
+    What was measured with another torch, Python or instruction set, or of another checkpoint of the
+    type, is no measure of these and goes.
+    """
+    path = folder / "versions.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for model_type, result in results.items():
+        for key, digest in result.digests.items():
+            of_machine = known.setdefault(result.machine, {})
+            before = of_machine.get(model_type, {})
+            if before.get("source") != result.source:
+                before = {"source": result.source, "made_by": result.made_by, "exports": {}}
+            of_machine[model_type] = before
+            found = before["exports"].setdefault(key, {})
+            for releases in found.values():
+                if result.release in releases:
+                    releases.remove(result.release)
+            found[digest] = sorted({*found.get(digest, ()), result.release}, key=Version)
+            before["exports"][key] = {d: releases for d, releases in found.items() if releases}
+    known = {name: known[name] for name in list(known)[-1:]}
+    path.write_text(dumps(known), encoding="utf-8")
+    (folder / "versions.md").write_text(table(known), encoding="utf-8")
+
+
+def differences(of_machine: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield every export under a release whose bytes are not those of the oldest."""
+    for model_type, entry in sorted(of_machine.items()):
+        for export, found in sorted(entry["exports"].items()):
+            of_release = {r: digest for digest, releases in found.items() for r in releases}
+            oldest = min(of_release, key=Version)
+            tensors, rest = of_release[oldest].split()
+            for release in sorted(of_release, key=Version):
+                other_tensors, other_rest = of_release[release].split()
+                parts = [w for w, same in (("tensors", tensors == other_tensors),) if not same]
+                parts += [w for w, same in (("configs", rest == other_rest),) if not same]
+                if parts:
+                    what = " and ".join(parts)
+                    yield Difference(model_type, export, release, oldest, what)
+
+
+def table(known: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return docs/versions.md."""
+    [(machine, of_machine)] = known.items()
+    releases = sorted(
+        {
+            release
+            for entry in of_machine.values()
+            for found in entry["exports"].values()
+            for some in found.values()
+            for release in some
+        },
+        key=Version,
+    )
+    found = list(differences(of_machine))
+    lines = [
+        "# The same bytes under every release",
+        "",
+        'Made by `nox -s "tests_transformers" -- --checkpoints FOLDER` for one release after '
+        "another, the oldest first (benchmarks/export_all.py and versions.py); do not edit. One "
+        "small checkpoint of each type, which the oldest of these releases that has the type "
+        f"wrote, is exported under each of them, on one machine ({machine}). `=`: all exports "
+        "have the bytes that the oldest release gave them, tensors and configs; `-`: not "
+        f"exported; else how many of them differ. Of {_count(of_machine)} exports, {len(found)} "
+        "differ.",
+        "",
+        f"| model type | checkpoint of | {' | '.join(releases)} |",
+        f"| --- | --- |{' --- |' * len(releases)}",
+    ]
+    for name, entry in sorted(of_machine.items()):
+        there = {r for d in entry["exports"].values() for some in d.values() for r in some}
+        cells = []
+        for release in releases:
+            count = sum(d.model_type == name and d.release == release for d in found)
+            cells.append(str(count or "=") if release in there else "-")
+        lines.append(f"| {name} | {entry['made_by']} | {' | '.join(cells)} |")
+    lines += ["", "## What differs, and why", "", *_told(found)]
+    return "\n".join(lines) + "\n"
+
+
+def _count(of_machine: Mapping[str, Any]) -> int:
+    exports = (found for entry in of_machine.values() for found in entry["exports"].values())
+    return sum(len(releases) for found in exports for releases in found.values())
+
+
+def _told(found: list[Difference]) -> list[str]:
+    """Return a line for each type and explanation."""
+    grouped: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for d in found:
+        where = grouped.setdefault((d.model_type, d.what, d.why), {})
+        where.setdefault(d.release, []).append(d.export)
+    lines = []
+    for (model_type, what, why), where in grouped.items():
+        places = "; ".join(f"{release}: {', '.join(keys)}" for release, keys in where.items())
+        lines.append(f"- {model_type}: {what} ({places}). {why or 'NOT EXPLAINED.'}")
+    return lines or ["Nothing."]
+
+
+def main() -> int:
+    """Make the table anew."""
+    known = json.loads((DOCS / "versions.json").read_text(encoding="utf-8"))
+    (DOCS / "versions.md").write_text(table(known), encoding="utf-8")
+    [of_machine] = known.values()
+    unexplained = [d for d in differences(of_machine) if not d.why]
+    for d in unexplained:
+        print(f"not explained: {d.model_type} {d.export} {d.release}: {d.what}")
+    return int(bool(unexplained))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
