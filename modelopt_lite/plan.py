@@ -103,7 +103,7 @@ class Matrix:
         }
 
     def _output_name(self, suffix: str) -> str:
-        if not self.stacked:
+        if not self.stacked or self.source.endswith(".weight"):
             return f"{self.name}.{suffix}"
         return self.name if suffix == "weight" else f"{self.name}_{suffix}"
 

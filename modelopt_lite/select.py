@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -100,7 +101,7 @@ def find_candidates(
         if source in structure.linear:
             found.append(_single(source, info, storage))
         elif len(info.shape) == 3 and source in structure.names.by_source:
-            found += _stacked(source, info, _oriented(storage, source, tensors))
+            found += _stacked(source, info, oriented(storage, source, tensors))
         elif spec is not None and is_weight(source, info):
             others.append(_single(source, info, storage))
     return _apply_facts(structure, found, others, spec)
@@ -123,7 +124,7 @@ def _stacked(source: str, info: TensorShape, storage: ExpertStorageSpec) -> list
     if storage.export_stacked:
         return [
             Candidate(
-                source,
+                source.removesuffix(".weight"),
                 source,
                 (),
                 info.shape,
@@ -153,10 +154,15 @@ def _stacked(source: str, info: TensorShape, storage: ExpertStorageSpec) -> list
     return found
 
 
-def _oriented(
-    storage: ExpertStorageSpec, source: str, tensors: Mapping[str, TensorShape]
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def oriented(
+    storage: ExpertStorageSpec, source: str, tensors: Mapping[str, _Shaped]
 ) -> ExpertStorageSpec:
-    """Facts of the layer that a stack belongs to."""
+    """Return the facts of the layer that a stack of the source belongs to."""
     stem = source.removesuffix(".weight")
     parent, dot, _ = stem.rpartition(".")
     suffix = source.removeprefix(stem)

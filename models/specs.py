@@ -228,6 +228,7 @@ class ExpertStorageSpec(SpecSection):
             disk, where that is not ``container``; "" is the block itself.
         input_major: The stacked tensors are [E, H, 2I] and [E, I, H], unless their shapes say
             otherwise.
+        either_major: Files of both orientations exist, by the release that wrote them.
         interleaved_gate_up: Gate and up alternate along 2I, gate at 0, 2, 4, ...
         export_stacked: Engines read the stacked names. False: they want one tensor an expert,
             also when the source is stacked.
@@ -239,6 +240,7 @@ class ExpertStorageSpec(SpecSection):
     stacked_names: tuple[str, ...] = ()
     stacked_parent: str | None = None
     input_major: bool = False
+    either_major: bool = False
     interleaved_gate_up: bool = False
     export_stacked: bool = False
     shared_expert_names: tuple[str, ...] = ()
@@ -263,13 +265,17 @@ class ExpertStorageSpec(SpecSection):
         return replace(self, input_major=input_major)
 
     def expert_of(self, module: str) -> tuple[int | None, str | None]:
-        """Split ``…experts.3.gate_proj`` into (3, "…experts"); (None, None) for other names."""
+        """Split ``…experts.3.gate_proj`` into (3, "…experts"); (None, None) for other names.
+
+        Some models call them ``experts.expert_3``.
+        """
         parts = module.split(".")
         depth = self.container.count(".") + 1
         for at in range(len(parts) - 2, depth - 1, -1):
-            number = parts[at].isascii() and parts[at].isdigit() and len(parts[at]) < 10
+            label = parts[at].removeprefix("expert_")
+            number = label.isascii() and label.isdigit() and len(label) < 10
             if number and ".".join(parts[at - depth : at]) == self.container:
-                return int(parts[at]), ".".join(parts[:at])
+                return int(label), ".".join(parts[:at])
         return None, None
 
     def container_above(self, parent: str) -> str | None:
@@ -316,6 +322,9 @@ class NamingSpec(SpecSection):
 # q, k, v, o, and a gated MLP, as most models call them.
 GATED_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+# The low-rank projections of latent attention, and its last one.
+LATENT_LINEARS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
@@ -326,6 +335,8 @@ class ModelSpec:
         min_transformers_version: The first release whose classes this spec describes, 4.57 for
             older models (nothing older is supported). None where the code comes with the
             checkpoint.
+        removed_in_transformers: The first release without these classes; None where the latest has
+            them.
         modeling_source: Where the model's code lives. "remote_code" needs trust_remote_code.
         moe_spec: The MoE layout. None for a dense model.
         export_spec: None when export needs nothing particular.
@@ -341,6 +352,7 @@ class ModelSpec:
 
     model_type: str
     min_transformers_version: str | None = None
+    removed_in_transformers: str | None = None
     modeling_source: Literal["transformers", "remote_code"] = "transformers"
     moe_spec: MoESpec | None = None
     export_spec: ExportSpec | None = None

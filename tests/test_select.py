@@ -206,6 +206,26 @@ def test_a_stack_is_cut_into_the_matrices_that_engines_name() -> None:
     assert all(c.input_major == (name != "gate") for name, c in made.items())
 
 
+def test_a_stack_that_is_a_weight_goes_by_the_name_of_its_module() -> None:
+    """Scales lie beside ``moe.up.weight`` as beside any weight, and not as beside ``moe.up``."""
+    model = nn.Module()
+    model.moe = nn.Module()
+    for name, shape in {
+        "gate_proj": (2, 8, 4),
+        "up_proj": (2, 8, 4),
+        "down_proj": (2, 4, 8),
+    }.items():
+        inner = nn.Module()
+        inner.weight = nn.Parameter(torch.zeros(shape))
+        model.moe.add_module(name, inner)
+    names = ("gate_proj", "up_proj", "down_proj")
+    fields = {"linear_names": names, "stacked_names": names, "export_stacked": True}
+    made = candidates_of(model, stacked_spec(container="moe", **fields))
+    assert {name: (c.source, c.stacked, c.role) for name, c in made.items()} == {
+        f"moe.{name}": (f"moe.{name}.weight", True, name) for name in names
+    }
+
+
 def test_one_stacked_expert_is_not_one_output() -> None:
     model = nn.Module()
     model.experts = nn.Module()

@@ -347,7 +347,10 @@ def _is_tied(config: Any) -> bool:
 
 
 def _embedding_entry(model: Any) -> str | None:
-    embedding = model.get_input_embeddings()
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:  # a composite of several models that have one each
+        return None
     for name, module in model.named_modules():
         if module is embedding:
             return f"{name}.weight"

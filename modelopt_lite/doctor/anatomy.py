@@ -24,7 +24,7 @@ class Block:
         experts: Modules of one expert each, or none where they are stacked.
         stacks: Name inside of the container -> parameter that holds all experts: of three axes,
             or of two, the experts' rows one below the other.
-        count: How many experts.
+        count: How many experts, those without weights among them.
         routers: Children that choose experts, or that gate with one output.
     """
 
@@ -88,11 +88,12 @@ def _flat_blocks(model: nn.Module) -> Iterator[Block]:
 def _experts_of(module: nn.Module) -> tuple[tuple[nn.Module, ...], dict[str, torch.Tensor], int]:
     """Return the experts that a module holds: one module each, or stacked; and how many."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1:
-        children = tuple(module.children())
-        alike = len({type(child) for child in children}) == 1
-        few = sum(isinstance(m, nn.Linear) for m in children[0].modules())
-        if alike and 2 <= few <= 3 and not any(_attends(m) for m in children[0].modules()):
-            return children, {}, len(children)
+        # Some lists end with experts without weights, which pass on what they read.
+        children = tuple(c for c in module.children() if not isinstance(c, nn.Identity))
+        alike = len(children) > 1 and len({type(child) for child in children}) == 1
+        few = sum(isinstance(m, nn.Linear) for m in children[0].modules()) if alike else 0
+        if 2 <= few <= 3 and not any(_attends(m) for m in children[0].modules()):
+            return children, {}, len(module)
     stacks: dict[str, torch.Tensor] = {
         name: p
         for name, p in module.named_parameters(recurse=False)

@@ -40,14 +40,14 @@ def check_spec(spec: ModelSpec) -> Checked:
     except Exception as error:  # one spec must not hide what is found of the others
         line = traceback.extract_tb(error.__traceback__)[-1]
         how = f"failed at {Path(line.filename).name}:{line.lineno}: {told(error)}"
-        return failed_check(spec, how, time.perf_counter() - start)
+        checked = failed_check(spec, how)
     return replace(checked, seconds=time.perf_counter() - start)
 
 
-def failed_check(spec: ModelSpec, how: str, seconds: float) -> Checked:
+def failed_check(spec: ModelSpec, how: str) -> Checked:
     """Return what a check says that did not come to its end."""
     finding = Finding("the check itself", how, "report it, with the release of transformers")
-    return Checked(spec.model_type, "wrong", findings=(finding,), seconds=seconds)
+    return Checked(spec.model_type, "wrong", findings=(finding,))
 
 
 def check_checkpoint(folder: Path, *, trust_remote_code: bool = False) -> Checked:
@@ -87,10 +87,13 @@ def _check(spec: ModelSpec) -> Checked:
     if not known_here(spec.model_type):
         if early:
             return absent
+        if (gone := spec.removed_in_transformers) is not None and installed >= Version(gone):
+            return Checked(spec.model_type, "absent", f"transformers {gone} removed it")
         finding = Finding(
             "model_type",
             f"transformers {installed} knows no {spec.model_type!r}",
-            "correct it, or min_transformers_version, or say modeling_source='remote_code'",
+            "correct it, or min_transformers_version or removed_in_transformers, or say "
+            "modeling_source='remote_code'",
         )
         return Checked(spec.model_type, "wrong", findings=(finding,))
     try:

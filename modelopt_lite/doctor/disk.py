@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from modelopt_lite.checkpoint.names import NameMap
 from modelopt_lite.doctor.instance import Instance
 from modelopt_lite.doctor.subject import Subject, listed
 from modelopt_lite.errors import CheckpointError
@@ -28,6 +29,7 @@ def check_names(subject: Subject) -> None:
             subject.open(f"names on disk: the model does not take {listed(names.unmapped)}")
         _outside(subject, made)
         _experts(subject, made, tensors)
+        _routers_alone(subject, made)
         used |= _roles(subject, made)
         if subject.spec.naming_spec is not None and made.kind == "causal LM":
             _by_names(subject, made, tensors, config)
@@ -92,7 +94,8 @@ def _experts(subject: Subject, made: Instance, tensors: dict[str, TensorShape]) 
     blocks, storage = subject.matched_blocks(made), subject.storage
     if not blocks:
         return
-    modules = (name.removesuffix(".weight") for name in tensors)
+    modules = [name.removesuffix(".weight") for name in tensors]
+    modules = [m for m in modules if not _left_out(subject, m)]  # towers may have experts, too
     single = {m.rpartition(".")[2] for m in modules if storage.expert_of(m)[1] is not None}
     stacked = set()
     for name, info in tensors.items():
@@ -116,6 +119,24 @@ def _experts(subject: Subject, made: Instance, tensors: dict[str, TensorShape]) 
             f"{listed(three)}",
             "correct container, linear_names, stacked_names or stacked_parent",
         )
+
+
+def _routers_alone(subject: Subject, made: Instance) -> None:
+    """The names of routers leave out nothing else of a block."""
+    names = made.names
+    assert isinstance(names, NameMap)
+    owners = {s: _owner(made.model, entry) for s, (entry, _) in names.places.items()}
+    for block in subject.matched_blocks(made):
+        routers = {m for r in block.routers for m in getattr(block.module, r).modules()}
+        inside = set(block.module.modules()) - routers
+        for router in subject.ptq.router_names:
+            hidden = [s for s, m in owners.items() if m in inside and f".{router}." in f".{s}."]
+            if hidden := [s for s in hidden if made.saved[0][s].is_matrix]:
+                subject.wrong(
+                    "ptq_spec.router_names",
+                    f"{router!r} is in the names of {listed(hidden)} too, which choose no experts",
+                    f"take {router!r} out, or give the router's own path in its block",
+                )
 
 
 def roles_in_layers(subject: Subject, made: Instance) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from modelopt_lite.doctor.anatomy import child_of, norms_in
+from modelopt_lite.doctor.anatomy import Block, child_of, norms_in
 from modelopt_lite.doctor.instance import Instance
 from modelopt_lite.doctor.subject import Subject, listed
 from modelopt_lite.models.specs import STRUCTURAL_PTQ
@@ -106,29 +106,41 @@ def _routers_and_experts(subject: Subject, made: Instance) -> set[nn.Module]:
     return found
 
 
+def experts_in(subject: Subject, made: Instance, layer: nn.Module) -> dict[str, Block]:
+    """Return the blocks of a layer by the paths of their experts, as in memory and as on disk."""
+    inside = {m: n for n, m in layer.named_modules()}
+    found: dict[str, Block] = {}
+    for block in subject.blocks[id(made)]:
+        if (at := inside.get(block.module)) is not None:
+            for container in (subject.storage.container, block.container):
+                found[f"{at}.{container}".strip(".")] = block
+    return found
+
+
 def stated_readers(
-    subject: Subject, made: Instance, layer: nn.Module, *, lists: bool = False
+    subject: Subject, made: Instance, layer: nn.Module, *, copied: bool = False
 ) -> Feeds:
     """Apply ``norm_feeds`` to a layer: readers that it has, of the norm's width.
 
-    Experts in a list read gathered copies, which no address tells: they are left out but for
-    ``lists``.
+    Experts in a list, or in no module of their own, read gathered copies, which no address tells:
+    they are left out but for ``copied``.
     """
     stated: dict[str, set[str]] = {}
+    experts = experts_in(subject, made, layer)
     for norm, readers in subject.ptq.norm_feeds:
         source = child_of(layer, norm)
         for reader in readers:
             module = child_of(layer, reader)
-            if source is None or not isinstance(module, nn.Module):
+            if source is None or not (isinstance(module, nn.Module) or reader in experts):
                 continue
-            if isinstance(module, nn.ModuleList) and not lists:
+            if (module is None or isinstance(module, nn.ModuleList)) and not copied:
                 continue
             if _width(subject, made, module) in (None, len(source.weight)):
                 stated.setdefault(norm, set()).add(reader)
     return {norm: frozenset(names) for norm, names in stated.items()}
 
 
-def _width(subject: Subject, made: Instance, module: nn.Module) -> int | None:
+def _width(subject: Subject, made: Instance, module: nn.Module | None) -> int | None:
     if isinstance(module, nn.Linear):
         return module.in_features
     return made.inputs[module].shape[-1] if module in made.inputs else None

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_lite.doctor.anatomy import Block, child_of, norms_in
-from modelopt_lite.doctor.feeds import stated_readers
+from modelopt_lite.doctor.feeds import experts_in, stated_readers
 from modelopt_lite.doctor.instance import Instance, rerun
-from modelopt_lite.doctor.laws import stacks_by_name
+from modelopt_lite.doctor.laws import as_they_lie, stacks_by_name
 from modelopt_lite.doctor.norms import adds_one
 from modelopt_lite.doctor.subject import Subject, listed
 
@@ -22,7 +22,7 @@ def check_norm_folds(subject: Subject) -> None:
         for path, layer in subject.layers(made).items():
             if layer not in made.calls:
                 continue
-            for norm, readers in stated_readers(subject, made, layer, lists=True).items():
+            for norm, readers in stated_readers(subject, made, layer, copied=True).items():
                 kind = (type(layer), frozenset({norm, *readers}))
                 if norm in norms_in(layer) and kind not in done:
                     done.add(kind)
@@ -74,14 +74,11 @@ def _inputs_of(
     subject: Subject, made: Instance, layer: nn.Module, reader: str, width: int
 ) -> list[Tensor]:
     """Return the weights of a reader as views whose last axis is its input; [] where unknown."""
-    module = child_of(layer, reader)
-    inside = {m: n for n, m in layer.named_modules()}
-    for block in subject.blocks[id(made)]:
-        at = inside.get(block.module)
-        if at is not None and reader == f"{at}.{block.container}".lstrip("."):
-            return _of_experts(subject, made, block, width)
-    weights = [p for p in module.parameters() if p.ndim == 2 and p.shape[-1] == width]
-    return weights[:1] if isinstance(module, nn.Module) else []
+    if (block := experts_in(subject, made, layer).get(reader)) is not None:
+        return _of_experts(subject, made, block, width)
+    module = layer.get_submodule(reader)
+    weights: list[Tensor] = [p for p in module.parameters() if p.ndim == 2]
+    return [weight for weight in weights if weight.shape[-1] == width][:1]
 
 
 def _of_experts(subject: Subject, made: Instance, block: Block, width: int) -> list[Tensor]:
@@ -92,6 +89,7 @@ def _of_experts(subject: Subject, made: Instance, block: Block, width: int) -> l
         linears = [child_of(e, name) for e in block.experts for name in names]
         return [m.weight for m in linears if isinstance(m, nn.Linear)]
     by_name = stacks_by_name(made, block)
+    storage = as_they_lie(storage, by_name)
     found = [by_name[name] for name in storage.stacked_names[:-1] if name in by_name]
     views = [stack.mT if storage.input_major else stack for stack in found]
     return views if all(v.shape[-1] == width for v in views) else []

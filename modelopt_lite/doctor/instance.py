@@ -77,6 +77,8 @@ class Instance:
                         shape = tuple(opened.get_slice(key).get_shape())
                         tensors[key] = TensorShape(shape, torch.float32)
             config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+            # Up to 4.57 some composites write it into the config of their text model alone.
+            config.setdefault("architectures", [type(self.model).__name__])
         return tensors, config
 
     @functools.cached_property
@@ -189,6 +191,7 @@ def _in_all_forms(build: Callable[[Sizes], Instance]) -> list[Instance]:
         try:
             with quiet_transformers():
                 made = build(sizes)
+            _ = made.saved  # what transformers cannot save has no names on disk to hold
         except Exception as error:  # config and model classes may raise anything
             errors.append(told(error))
             continue
@@ -232,6 +235,7 @@ def _instance(config: Any, make: Callable[[Any], Any] | None = None) -> Instance
     with suppress(NotImplementedError), torch.device("meta"):  # a class reads what it has made
         _check_size(make(config))
     model = make(config)
+    _check_size(model)
     model.eval().requires_grad_(False)
     _spread(model)
     made = Instance(config, model, kind)

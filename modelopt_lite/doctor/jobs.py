@@ -8,11 +8,11 @@ as it ends; what all share is imported once, before.
 from __future__ import annotations
 
 import multiprocessing
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 
@@ -24,10 +24,14 @@ Report = Callable[[Checked, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
-    position: int
-    process: BaseProcess
-    start: float
+class Died:
+    """What a process gave that ended without a result.
+
+    Attributes:
+        status: Its exit status; a negative one is the signal that ended it.
+    """
+
+    status: int | None
 
 
 def check_specs(
@@ -40,53 +44,68 @@ def check_specs(
         jobs: How many processes at once; each takes one thread and less than 1 GB.
         report: Called as each is done, with how many are and how many there are.
     """
-    import transformers.modeling_utils  # noqa: F401 -- once here, and not in each process
-
-    waiting = list(enumerate(specs))[::-1]
-    running: dict[Connection, _Running] = {}
     found: dict[int, Checked] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < max(1, jobs):
-                position, spec = waiting.pop()
-                receiver, process = _start(spec)
-                running[receiver] = _Running(position, process, time.perf_counter())
-            for ready in wait(list(running)):
-                assert isinstance(ready, Connection)
-                one = running.pop(ready)
-                found[one.position] = _result(ready, one, specs[one.position])
-                if report is not None:
-                    report(found[one.position], len(found), len(specs))
-    finally:
-        for one in running.values():
-            one.process.terminate()
+    for position, result in in_processes(check_spec, specs, jobs=jobs):
+        if isinstance(result, Died):
+            how = f"its process ended with status {result.status}"
+            found[position] = failed_check(specs[position], how)
+        else:
+            found[position] = result
+        if report is not None:
+            report(found[position], len(found), len(specs))
     return [found[position] for position in range(len(specs))]
 
 
-def _start(spec: ModelSpec) -> tuple[Connection, BaseProcess]:
+def in_processes(
+    work: Callable[[Any], Any], items: Sequence[Any], *, jobs: int = 1
+) -> Iterator[tuple[int, Any]]:
+    """Yield (position, result) of each item as it is done, `Died` where its process was.
+
+    Args:
+        work: What to do with an item. Its result must be picklable; an exception ends the process.
+        items: Each is given to ``work`` in a fork of this process, with one thread.
+        jobs: How many processes at once.
+    """
+    import transformers.modeling_utils  # noqa: F401 -- once here, and not in each process
+
+    waiting = list(enumerate(items))[::-1]
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < max(1, jobs):
+                position, item = waiting.pop()
+                receiver, process = _start(work, item)
+                running[receiver] = position, process
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                position, process = running.pop(ready)
+                yield position, _result(ready, process)
+    finally:
+        for _, process in running.values():
+            process.terminate()
+
+
+def _start(work: Callable[[Any], Any], item: Any) -> tuple[Connection, BaseProcess]:
     # Only a fork has what was imported and registered here.
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_check, args=(spec, sender), daemon=True)
+    process = context.Process(target=_run, args=(work, item, sender), daemon=True)
     process.start()
     sender.close()  # the child's copy alone is left: its end is the end of the pipe
     return receiver, process
 
 
-def _check(spec: ModelSpec, sender: Connection) -> None:
+def _run(work: Callable[[Any], Any], item: Any, sender: Connection) -> None:
     torch.set_num_threads(1)  # threads of the parent are not in a fork: waiting for them never ends
-    sender.send(check_spec(spec))
+    sender.send(work(item))
 
 
-def _result(receiver: Connection, one: _Running, spec: ModelSpec) -> Checked:
-    """Receive what a process found, or say how it ended without a word."""
+def _result(receiver: Connection, process: BaseProcess) -> Any:
     try:
-        checked: Checked = receiver.recv()
+        return receiver.recv()
     except EOFError:
-        one.process.join()
-        how = f"its process ended with status {one.process.exitcode}"
-        checked = failed_check(spec, how, time.perf_counter() - one.start)
+        process.join()
+        return Died(process.exitcode)
     finally:
         receiver.close()
-    one.process.join()
-    return checked
+        process.join()

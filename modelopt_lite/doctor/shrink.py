@@ -24,7 +24,7 @@ _WIDTHS: tuple[tuple[str, int], ...] = (
     (r"merged_hidden_size|downsample_hidden_size", 32),
     (r"(.*_)?hidden_size|d_model|embed_dim|n_embd|decoder_dim|hidden_dim", 8),
     (
-        r"(vision_)?output_dim|projector_(in|out)put_dim|(.*_)?adapter_(in_dim|input_size)|downsample_channels|output_channels",
+        r"(vision_)?output_dim|projector_(in|out)put_dim|(.*_)?adapter_(in_dim|out_dim|input_size)|downsample_channels|output_channels",
         8,
     ),
     (r"qk_head_dim", 4),
@@ -55,7 +55,7 @@ _COUNTS: tuple[tuple[str, int], ...] = (
     (r"indexer_kv_heads", 1),
     (r"linear_num_key_heads", 2),
     (r"linear_num_value_heads", 4),
-    (r"(.*_)?(num_key_value|kv_n|num_kv|kv)_heads", 2),
+    (r"(.*_)?(num_(global_)?key_value|kv_n|num_kv|kv)_heads", 2),
     (r"(.*_)?(num_attention|attention|num|n|index_n)_heads?", 4),
     (r"depth|encoder_layers|decoder_layers|num_sparse_(en|de)coder_layers", 2),
     (r"num_nextn_predict_layers|num_mtp_layers|mtp_num_layers", 0),
@@ -156,6 +156,8 @@ def _kinds(key: str, values: Mapping[str, Any]) -> list[str]:
     """A layer of each kind, by the fields that there are, where the class lists none."""
     if key == "mlp_layer_types":
         return ["dense", "sparse"]
+    if any(name.startswith("mamba_") for name in values):
+        return ["mamba", "attention"]
     convolves = any(name.startswith("conv_") for name in values)
     return ["conv" if convolves else "full_attention", "full_attention"]
 
@@ -226,6 +228,8 @@ def _rotary(values: Mapping[str, Any], small: dict[str, Any], sizes: Sizes) -> N
     """Split the rotated half of a head between time, height and width in the former proportions."""
     for key in ("rope_parameters", "rope_scaling"):
         rope = values.get(key)
+        if rope is None and key == "rope_scaling" and key in values and sizes.fill:
+            rope = {"rope_type": "default"}  # read by some models of 4.57, and None by default
         if not isinstance(rope, dict):
             continue
         sections = rope.get("mrope_section")

@@ -17,6 +17,7 @@ from modelopt_lite.formats.base import row_chunks
 from modelopt_lite.formats.declared import same_shape
 from modelopt_lite.formats.linear import FORMATS, ErrorReport, LinearFormat, measure_error
 from modelopt_lite.models.specs import ExpertStorageSpec
+from modelopt_lite.select import oriented
 from modelopt_lite.verify.export import Export, Module
 from modelopt_lite.verify.findings import Finding
 from modelopt_lite.verify.opening import open_modules
@@ -180,8 +181,9 @@ class _SourceReader:
         if origin.expert is None:
             return self._source.read(origin.tensor)
         slab = self._expert(self._source.tensors[origin.tensor], origin.expert)
-        rows = slab.transpose(0, 1) if self._storage.input_major else slab
-        if self._storage.interleaved_gate_up and origin.count == 2:
+        storage = oriented(self._storage, origin.tensor, self._source.tensors)
+        rows = slab.transpose(0, 1) if storage.input_major else slab
+        if storage.interleaved_gate_up and origin.count == 2:
             return rows[origin.position :: 2]
         size = rows.shape[0] // origin.count
         return rows[origin.position * size : (origin.position + 1) * size]

@@ -151,7 +151,8 @@ def _presented(export: Export, names: list[str]) -> list[str]:
     owners = {}
     for module in export.modules.values():
         for info in (*module.scales.values(), *([module.weight] if module.weight else ())):
-            owners[info.name] = module.name if module.stacked else f"{module.name}.weight"
+            weight = module.name if module.stacked else f"{module.name}.weight"
+            owners[info.name] = module.weight.name if module.weight else weight
     return list(dict.fromkeys(owners.get(name, name) for name in names))
 
 

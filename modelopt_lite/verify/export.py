@@ -205,7 +205,9 @@ def read_export(checkpoint: Checkpoint, declared: Stated, dialect: Dialect) -> E
     for name, info in checkpoint.tensors.items():
         stem = name.removesuffix(".weight")
         if stem != name and (stem in modules or len(info.shape) > 1):
-            modules.setdefault(stem, Module(stem)).weight = info
+            module = modules.setdefault(stem, Module(stem))
+            module.weight = info
+            module.stacked |= len(info.shape) == 3 and bool(module.scales)
         elif name in modules or (len(info.shape) == 3 and _may_be_stack(name, info)):
             module = modules.setdefault(name, Module(name))
             module.weight, module.stacked = info, True

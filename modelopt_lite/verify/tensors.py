@@ -144,7 +144,8 @@ def _check_packed_shape(
 
 
 def _missing(module: Module, suffix: str, algo: str | None) -> Finding:
-    joint = "_" if module.stacked else "."
+    own = module.weight is not None and module.weight.name == module.name
+    joint = "_" if module.stacked and own else "."
     where = module.weight.file if module.weight else "the checkpoint"
     return Finding(
         "scale-missing",

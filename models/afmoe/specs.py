@@ -35,21 +35,16 @@ SPEC = register(
                 (
                     "input_layernorm",
                     (
-                        "self_attn.q_proj",
-                        "self_attn.k_proj",
-                        "self_attn.v_proj",
-                        "self_attn.gate_proj",
+                        *("self_attn.q_proj", "self_attn.k_proj"),
+                        *("self_attn.v_proj", "self_attn.gate_proj"),
                     ),
                 ),
                 (
                     "pre_mlp_layernorm",
                     (
-                        "mlp.gate_proj",
-                        "mlp.up_proj",
-                        "mlp.router.gate",
-                        "mlp.shared_experts.gate_proj",
-                        "mlp.shared_experts.up_proj",
-                        "mlp.experts",
+                        *("mlp.gate_proj", "mlp.up_proj"),
+                        *("mlp.router.gate", "mlp.shared_experts.gate_proj"),
+                        *("mlp.shared_experts.up_proj", "mlp.experts"),
                     ),
                 ),
             ),

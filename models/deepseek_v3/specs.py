@@ -1,13 +1,10 @@
-"""DeepSeek-V3 and R1: latent attention (MLA), dense first layers, then routed and shared experts.
-
-The key-value names stay k_proj and v_proj, modules that MLA lacks: that is where engines look for
-the scales.
-"""
+"""DeepSeek-V3 and R1: latent attention (MLA), dense layers, then routed and shared experts."""
 
 from __future__ import annotations
 
 from modelopt_lite.models.registry import register
 from modelopt_lite.models.specs import (
+    LATENT_LINEARS,
     EPSpec,
     ExpertStorageSpec,
     ModelSpec,
@@ -16,8 +13,15 @@ from modelopt_lite.models.specs import (
     PTQSpec,
 )
 
+_READS_INPUT = ("self_attn.q_a_proj", "self_attn.q_proj", "self_attn.kv_a_proj_with_mqa")
+READS_MLP = (
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.gate", "mlp.experts"),
+    *("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+)
+
 # Classes, module names, norms and who reads them: measured on built models, transformers 4.57.6,
 # 5.14.1 and 5.24.0. Names on disk: files written by save_pretrained of the same releases.
+# The key-value names stay k_proj and v_proj, which MLA lacks: engines look for the scales there.
 # Expert parallelism: first release whose config class carries a plan (5.13.0).
 SPEC = register(
     ModelSpec(
@@ -37,27 +41,10 @@ SPEC = register(
             skip_modules=("*.eh_proj", "*.shared_head.*"),
             fused_linears=(("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj")),
             norm_feeds=(
-                (
-                    "input_layernorm",
-                    (
-                        "self_attn.q_a_proj",
-                        "self_attn.q_proj",  # without q_lora_rank
-                        "self_attn.kv_a_proj_with_mqa",
-                    ),
-                ),
+                ("input_layernorm", _READS_INPUT),
                 ("self_attn.q_a_layernorm", ("self_attn.q_b_proj",)),
                 ("self_attn.kv_a_layernorm", ("self_attn.kv_b_proj",)),
-                (
-                    "post_attention_layernorm",
-                    (
-                        "mlp.gate",
-                        "mlp.experts",
-                        "mlp.shared_experts.gate_proj",
-                        "mlp.shared_experts.up_proj",
-                        "mlp.gate_proj",  # the first first_k_dense_replace layers
-                        "mlp.up_proj",
-                    ),
-                ),
+                ("post_attention_layernorm", READS_MLP),
             ),
             # Measured by loading in bfloat16, 5.14.1 and 5.24.0; 4.57.6 casts it.
             keep_dtype_names=("e_score_correction_bias",),
@@ -68,10 +55,7 @@ SPEC = register(
             shared_expert_names=("shared_experts",),
         ),
         naming_spec=NamingSpec(
-            layer_linear_names=(
-                *("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
-                *("gate_proj", "up_proj", "down_proj"),
-            ),
+            layer_linear_names=("q_proj", *LATENT_LINEARS, "gate_proj", "up_proj", "down_proj")
         ),
     )
 )

@@ -45,15 +45,9 @@ SPEC = register(
             # as they are out of caution: whether engines quantize compressors and indexer was not
             # checked.
             skip_modules=(
-                "*.o_a_proj",
-                "*.wo_a",
-                "*.compressor.*",
-                "*.indexer.wk",
-                "*.indexer.weights_proj",
-                "*.scorer.weights_proj",
-                "*hc_*",
-                "*_hc.*",
-                "*.tid2eid",
+                *("*.o_a_proj", "*.wo_a", "*.compressor.*"),
+                *("*.indexer.wk", "*.indexer.weights_proj", "*.scorer.weights_proj"),
+                *("*hc_*", "*_hc.*", "*.tid2eid"),
             ),
             fused_linears=(
                 ("q_a_proj", "kv_proj"),
@@ -68,15 +62,8 @@ SPEC = register(
             ),
             # Loaded as bfloat16, these stay float32.
             keep_dtype_names=(
-                "hc_base",
-                "hc_fn",
-                "hc_scale",
-                "base",
-                "fn",
-                "scale",
-                "e_score_correction_bias",
-                "position_bias",
-                "sinks",
+                *("hc_base", "hc_fn", "hc_scale", "base", "fn"),
+                *("scale", "e_score_correction_bias", "position_bias", "sinks"),
             ),
         ),
         expert_storage_spec=ExpertStorageSpec(
@@ -86,20 +73,8 @@ SPEC = register(
         ),
         naming_spec=NamingSpec(
             layer_linear_names=(
-                "q_a_proj",
-                "q_b_proj",
-                "kv_proj",
-                "o_b_proj",
-                "wkv",
-                "wo_b",
-                "wq_a",
-                "wq_b",
-                "gate_proj",
-                "up_proj",
-                "w1",
-                "w3",
-                "w2",
-                "down_proj",
+                *("q_a_proj", "q_b_proj", "kv_proj", "o_b_proj", "wkv", "wo_b", "wq_a"),
+                *("wq_b", "gate_proj", "up_proj", "w1", "w3", "w2", "down_proj"),
             ),
             head_names=("lm_head", "head"),
         ),

@@ -27,7 +27,7 @@ SPEC = register(
         ep_spec=EPSpec(plan_config_attr="text_config"),
         ptq_spec=PTQSpec(
             layer_names=("DiffusionGemmaDecoderTextLayer",),
-            router_names=("self_attn", "router"),
+            router_names=("router",),
             skip_modules=("*vision_tower*", "*embed_vision*", "*self_conditioning*"),
             fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
         ),

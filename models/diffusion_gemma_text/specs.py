@@ -14,7 +14,8 @@ SPEC = register(
         DIFFUSION_GEMMA,
         "diffusion_gemma_text",
         ep_spec=None,
-        ptq_spec={"skip_modules": ()},
+        # Built alone it is the encoder.
+        ptq_spec={"layer_names": ("DiffusionGemmaEncoderTextLayer",), "skip_modules": ()},
         naming_spec=None,
     )
 )

@@ -19,7 +19,8 @@ SPEC = register(
             "skip_modules": (
                 "*vision_tower*",
                 "*audio_tower*",
-                "*projector*",
+                "*vision_encoder*",
+                "*audio_encoder*",
                 "*.indexer.wk",
                 "*.indexer.weights_proj",
             )

@@ -26,22 +26,17 @@ SPEC = register(
                 (
                     "input_layernorm",
                     (
-                        "self_attn.q_a_proj",
-                        "self_attn.kv_a_proj_with_mqa",
-                        "self_attn.indexer.wk",
-                        "self_attn.indexer.weights_proj",
+                        *("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+                        *("self_attn.indexer.wk", "self_attn.indexer.weights_proj"),
                         "self_attn.g_proj",
                     ),
                 ),
                 (
                     "post_attention_layernorm",
                     (
-                        "mlp.gate_proj",
-                        "mlp.up_proj",
-                        "mlp.gate",
-                        "mlp.experts",
-                        "mlp.shared_experts.gate_proj",
-                        "mlp.shared_experts.up_proj",
+                        *("mlp.gate_proj", "mlp.up_proj"),
+                        *("mlp.gate", "mlp.experts"),
+                        *("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
                     ),
                 ),
             ),
@@ -55,16 +50,8 @@ SPEC = register(
         ),
         naming_spec=NamingSpec(
             layer_linear_names=(
-                "q_a_proj",
-                "q_b_proj",
-                "kv_a_proj_with_mqa",
-                "kv_b_proj",
-                "o_proj",
-                "g_proj",
-                "wq_b",
-                "gate_proj",
-                "up_proj",
-                "down_proj",
+                *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+                *("g_proj", "wq_b", "gate_proj", "up_proj", "down_proj"),
             )
         ),
     )

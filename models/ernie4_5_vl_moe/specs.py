@@ -31,10 +31,8 @@ SPEC = register(
             layer_names=("Ernie4_5_VLMoeDecoderLayer",),
             router_names=("gate",),
             skip_modules=(
-                "*resampler_model*",
-                "*vision_tower*",
-                "*vision_model*",
-                "*.e_score_correction_bias",
+                *("*resampler_model*", "*vision_tower*"),
+                *("*vision_model*", "*.e_score_correction_bias"),
             ),
             fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
             norm_feeds=(
@@ -42,12 +40,9 @@ SPEC = register(
                 (
                     "post_attention_layernorm",
                     (
-                        "mlp.gate_proj",
-                        "mlp.up_proj",
-                        "mlp.shared_experts.gate_proj",
-                        "mlp.shared_experts.up_proj",
-                        "mlp.text_moe.gate",
-                        "mlp.text_moe.experts",
+                        *("mlp.gate_proj", "mlp.up_proj"),
+                        *("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+                        *("mlp.text_moe.gate", "mlp.text_moe.experts"),
                         "mlp.experts",
                     ),
                 ),

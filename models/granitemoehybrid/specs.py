@@ -55,13 +55,8 @@ SPEC = register(
         ),
         naming_spec=NamingSpec(
             layer_linear_names=(
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "out_proj",
-                "in_proj",
-                "input_linear",
+                *("q_proj", "k_proj", "v_proj", "o_proj"),
+                *("out_proj", "in_proj", "input_linear", "output_linear"),
             )
         ),
     )

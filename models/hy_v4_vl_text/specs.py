@@ -11,6 +11,10 @@ from modelopt_lite.models.variants import variant
 # planning needs the model.
 SPEC = register(
     variant(
-        HY_V4_VL, "hy_v4_vl_text", ep_spec=None, ptq_spec={"skip_modules": ()}, naming_spec=None
+        HY_V4_VL,
+        "hy_v4_vl_text",
+        ep_spec=None,
+        ptq_spec={"skip_modules": ("*hc_head*",)},
+        naming_spec=None,
     )
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from modelopt_lite.models.inkling2_text.specs import SKIP
 from modelopt_lite.models.inkling2_text.specs import SPEC as INKLING2_TEXT
 from modelopt_lite.models.registry import register
 from modelopt_lite.models.specs import EPSpec
@@ -14,19 +15,6 @@ SPEC = register(
         INKLING2_TEXT,
         "inkling2",
         ep_spec=EPSpec(plan_config_attr="text_config"),
-        ptq_spec={
-            "skip_modules": (
-                "*vision_tower*",
-                "*attn_res*",
-                "*visual*",
-                "*.k_sconv",
-                "*.scale",
-                "*.proj",
-                "*.v_sconv",
-                "*.attn_sconv",
-                "*.mlp_sconv",
-                "*.static_w",
-            )
-        },
+        ptq_spec={"skip_modules": ("*vision_tower*", "*visual*", *SKIP)},
     )
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from modelopt_lite.models.inkling2_loop_text.specs import SKIP
 from modelopt_lite.models.inkling2_loop_text.specs import SPEC as INKLING2_LOOP_TEXT
 from modelopt_lite.models.registry import register
 from modelopt_lite.models.specs import EPSpec
@@ -14,21 +15,6 @@ SPEC = register(
         INKLING2_LOOP_TEXT,
         "inkling2_loop",
         ep_spec=EPSpec(plan_config_attr="text_config"),
-        ptq_spec={
-            "skip_modules": (
-                "*vision_tower*",
-                "*attn_res*",
-                "*middle_cycle_cross_pass_kv_queries*",
-                "*middle_cycle_cross_pass_queries*",
-                "*visual*",
-                "*.k_sconv",
-                "*.scale",
-                "*.proj",
-                "*.v_sconv",
-                "*.attn_sconv",
-                "*.mlp_sconv",
-                "*.static_w",
-            )
-        },
+        ptq_spec={"skip_modules": ("*vision_tower*", "*visual*", *SKIP)},
     )
 )

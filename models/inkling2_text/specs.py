@@ -17,6 +17,12 @@ _V = ("self_attn.v_proj.linear", "attn.wv_dv")
 _K_CONV = ("self_attn.k_proj.sconv.weight_proj", "attn.k_sconv.weight_proj")
 _V_CONV = ("self_attn.v_proj.sconv.weight_proj", "attn.v_sconv.weight_proj")
 
+# Convolutions, what makes their weights, scales, and the queries of attention to earlier layers.
+SKIP = (
+    *("*.weight_proj", "*.k_sconv", "*.v_sconv", "*.attn_sconv", "*.mlp_sconv"),
+    *("*.scale", "*.proj", "*.static_w", "*attn_res*"),
+)
+
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.24.0.
 # Names on disk: files written by save_pretrained of the same release.
 SPEC = register(
@@ -31,15 +37,7 @@ SPEC = register(
         ptq_spec=PTQSpec(
             layer_names=("Inkling2FullDecoderLayer", "Inkling2SlidingDecoderLayer"),
             router_names=("gate",),
-            skip_modules=(
-                "*.k_sconv",
-                "*.scale",
-                "*.proj",
-                "*.v_sconv",
-                "*.attn_sconv",
-                "*.mlp_sconv",
-                "*.static_w",
-            ),
+            skip_modules=SKIP,
             fused_linears=(("gate_proj", "up_proj"),),
             norm_feeds=(
                 *((norm, (*_Q, *_K, *_V)) for norm in ("input_layernorm", "attn_norm")),
@@ -54,18 +52,13 @@ SPEC = register(
         ),
         expert_storage_spec=ExpertStorageSpec(
             linear_names=("gate_proj", "up_proj", "down_proj"),
-            stacked_names=("gate_up_proj", "down_proj"),
+            stacked_names=("w13_weight", "w2_weight"),
+            interleaved_gate_up=True,  # on disk; transformers puts gate before up as it loads
         ),
         naming_spec=NamingSpec(
             layer_linear_names=(
-                "attn_sink_proj",
-                "gate_attn",
-                "weight_proj",
-                "wk_dv",
-                "wo_ud",
-                "wq_du",
-                "wr_du",
-                "wv_dv",
+                *("wq_du", "wk_dv", "wv_dv", "wr_du", "wo_ud"),
+                *("attn_sink_proj", "gate_attn"),
             ),
             layer_lists=("model.llm.layers",),
             embedding_names=("model.llm.embed",),

@@ -20,7 +20,7 @@ SPEC = register(
             unsupported="its attention has experts too, and transformers has no plan for either"
         ),
         ptq_spec=PTQSpec(
-            layer_names=("JetMoeDecoderLayer",),
+            layer_names=("JetMoeDecoderLayer", "JetMoeBlock"),  # the second up to 4.57
             router_names=("router",),
             skip_modules=("*.self_attention.experts.*",),
             fused_linears=(("gate_proj", "up_proj"),),

@@ -12,6 +12,17 @@ from modelopt_lite.models.specs import (
     PTQSpec,
 )
 
+_READS_INPUT = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.kv_a_proj_with_mqa"),
+    *("self_attn.forget_gate.f_a_proj", "self_attn.f_a_proj"),  # in memory and on disk
+    *("self_attn.b_proj", "self_attn.g_a_proj"),
+)
+_MLP = ("gate_proj", "up_proj", "gate", "experts")
+_SHARED = ("shared_experts.gate_proj", "shared_experts.up_proj")
+_READS_MLP = tuple(  # in memory and on disk
+    f"{block}.{reader}" for block in ("mlp", "block_sparse_moe") for reader in (*_MLP, *_SHARED)
+)
+
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.24.0.
 # Names on disk: files written by save_pretrained of the same release.
 SPEC = register(
@@ -29,36 +40,8 @@ SPEC = register(
             skip_modules=("*_conv1d", "*.A_log"),
             fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")),
             norm_feeds=(
-                (
-                    "input_layernorm",
-                    (
-                        "self_attn.q_proj",
-                        "self_attn.k_proj",
-                        "self_attn.v_proj",
-                        "self_attn.forget_gate.f_a_proj",
-                        "self_attn.f_a_proj",
-                        "self_attn.b_proj",
-                        "self_attn.g_a_proj",
-                        "self_attn.kv_a_proj_with_mqa",
-                    ),
-                ),
-                (
-                    "post_attention_layernorm",
-                    (
-                        "mlp.gate_proj",
-                        "block_sparse_moe.gate_proj",
-                        "mlp.up_proj",
-                        "block_sparse_moe.up_proj",
-                        "mlp.gate",
-                        "block_sparse_moe.gate",
-                        "mlp.experts",
-                        "block_sparse_moe.experts",
-                        "mlp.shared_experts.gate_proj",
-                        "block_sparse_moe.shared_experts.gate_proj",
-                        "mlp.shared_experts.up_proj",
-                        "block_sparse_moe.shared_experts.up_proj",
-                    ),
-                ),
+                ("input_layernorm", _READS_INPUT),
+                ("post_attention_layernorm", _READS_MLP),
                 ("self_attn.kv_a_layernorm", ("self_attn.kv_b_proj",)),
             ),
             # Loaded as bfloat16, these stay float32.
@@ -72,16 +55,8 @@ SPEC = register(
         naming_spec=NamingSpec(
             layer_linear_names=(
                 *GATED_LINEARS,
-                "kv_a_proj_with_mqa",
-                "kv_b_proj",
-                "b_proj",
-                "f_a_proj",
-                "f_b_proj",
-                "g_a_proj",
-                "g_b_proj",
-                "w1",
-                "w3",
-                "w2",
+                *("kv_a_proj_with_mqa", "kv_b_proj", "b_proj", "f_a_proj", "f_b_proj"),
+                *("g_a_proj", "g_b_proj", "w1", "w3", "w2"),
             )
         ),
     )

@@ -38,10 +38,8 @@ SPEC = register(
                 (
                     "ffn_norm",
                     (
-                        "feed_forward.w1",
-                        "feed_forward.w3",
-                        "feed_forward.gate",
-                        "feed_forward.experts",
+                        *("feed_forward.w1", "feed_forward.w3"),
+                        *("feed_forward.gate", "feed_forward.experts"),
                     ),
                 ),
             ),
@@ -54,14 +52,8 @@ SPEC = register(
         ),
         naming_spec=NamingSpec(
             layer_linear_names=(
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "out_proj",
-                "in_proj",
-                "w1",
-                "w3",
-                "w2",
+                *("q_proj", "k_proj", "v_proj", "out_proj"),
+                *("in_proj", "w1", "w3", "w2"),
             ),
             is_tied=True,
         ),

@@ -50,14 +50,8 @@ SPEC = register(
         ),
         naming_spec=NamingSpec(
             layer_linear_names=(
-                "q_a_proj",
-                "q_b_proj",
-                "kv_a_proj_with_mqa",
-                "kv_b_proj",
-                "o_proj",
-                "gate_proj",
-                "up_proj",
-                "down_proj",
+                *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+                *("o_proj", "gate_proj", "up_proj", "down_proj"),
             ),
             layer_count_keys=("num_layers", "num_hidden_layers"),
         ),

@@ -16,6 +16,8 @@ SPEC = register(
         naming_spec={
             "layer_lists": ("language_model.model.layers",),
             "embedding_names": ("language_model.model.embed_tokens",),
+            # Up to 4.57 the head, too, has the prefix on disk.
+            "head_names": ("lm_head", "language_model.lm_head"),
         },
     )
 )

@@ -12,6 +12,17 @@ from modelopt_lite.models.specs import (
     PTQSpec,
 )
 
+# Who reads each norm, as modules are called in memory and on disk.
+_ATTENTIONS = ("self_attn", "attention")
+_READS_KV = ("self_attn.kv_b_proj", "attention.wkv_b")
+_READS_Q = ("self_attn.indexer.wq_b", "attention.indexer.wq_b")
+_READS_MLP = (
+    *("mlp.gate_proj", "feed_forward.w1", "mlp.up_proj", "feed_forward.w3"),
+    *("mlp.gate", "gate", "mlp.experts", "experts"),
+    *("mlp.shared_experts.gate_proj", "shared_experts.w1"),
+    *("mlp.shared_experts.up_proj", "shared_experts.w3"),
+)
+
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.24.0.
 # Names on disk: files written by save_pretrained of the same release.
 # input_layernorm is left out: a fold into it changed the output.
@@ -29,58 +40,17 @@ SPEC = register(
             layer_names=("MistralLarge4TextDecoderLayer",),
             router_names=("gate",),
             skip_modules=(
-                "*multi_modal_projector*",
-                "*vision_tower*",
-                "*patch_merger*",
-                "*vision_encoder*",
-                "*vision_language_adapter*",
+                *("*multi_modal_projector*", "*vision_tower*", "*patch_merger*"),
+                *("*vision_encoder*", "*vision_language_adapter*"),
             ),
             fused_linears=(("gate_proj", "up_proj"), ("w1", "w3")),
             norm_feeds=(
-                ("self_attn.kv_a_layernorm", ("self_attn.kv_b_proj", "attention.wkv_b")),
-                ("attention.kv_a_norm", ("self_attn.kv_b_proj", "attention.wkv_b")),
-                (
-                    "self_attn.indexer.q_input_norm",
-                    ("self_attn.indexer.wq_b", "attention.indexer.wq_b"),
+                *(
+                    (norm, _READS_KV)
+                    for norm in ("self_attn.kv_a_layernorm", "attention.kv_a_norm")
                 ),
-                (
-                    "attention.indexer.q_input_norm",
-                    ("self_attn.indexer.wq_b", "attention.indexer.wq_b"),
-                ),
-                (
-                    "post_attention_layernorm",
-                    (
-                        "mlp.gate_proj",
-                        "feed_forward.w1",
-                        "mlp.up_proj",
-                        "feed_forward.w3",
-                        "mlp.gate",
-                        "gate",
-                        "mlp.experts",
-                        "experts",
-                        "mlp.shared_experts.gate_proj",
-                        "shared_experts.w1",
-                        "mlp.shared_experts.up_proj",
-                        "shared_experts.w3",
-                    ),
-                ),
-                (
-                    "ffn_norm",
-                    (
-                        "mlp.gate_proj",
-                        "feed_forward.w1",
-                        "mlp.up_proj",
-                        "feed_forward.w3",
-                        "mlp.gate",
-                        "gate",
-                        "mlp.experts",
-                        "experts",
-                        "mlp.shared_experts.gate_proj",
-                        "shared_experts.w1",
-                        "mlp.shared_experts.up_proj",
-                        "shared_experts.w3",
-                    ),
-                ),
+                *((f"{attention}.indexer.q_input_norm", _READS_Q) for attention in _ATTENTIONS),
+                *((norm, _READS_MLP) for norm in ("post_attention_layernorm", "ffn_norm")),
             ),
             # Loaded as bfloat16, these stay float32.
             keep_dtype_names=("alpha",),
@@ -92,16 +62,8 @@ SPEC = register(
         ),
         naming_spec=NamingSpec(
             layer_linear_names=(
-                "weights_proj",
-                "wk",
-                "wkv_a_with_mqa",
-                "wkv_b",
-                "wo",
-                "wq",
-                "wq_b",
-                "w1",
-                "w3",
-                "w2",
+                *("weights_proj", "wk", "wkv_a_with_mqa", "wkv_b", "wo"),
+                *("wq", "wq_b", "w1", "w3", "w2"),
             ),
             layer_lists=("layers",),
             embedding_names=("tok_embeddings",),

@@ -14,6 +14,13 @@ SPEC = register(
         MUSE_SPARK_TEXT,
         "muse_spark",
         ep_spec=EPSpec(plan_config_attr="text_config"),
-        ptq_spec={"skip_modules": ("*vision_tower*", "*audio_tower*", "*projector*")},
+        ptq_spec={
+            "skip_modules": (
+                "*vision_tower*",
+                "*audio_tower*",
+                "*vision_adapter*",
+                "*vision_projection*",
+            )
+        },
     )
 )

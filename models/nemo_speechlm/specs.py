@@ -16,7 +16,14 @@ SPEC = register(
         min_transformers_version="5.22",
         export_spec=None,
         ep_spec=EPSpec(plan_config_attr="text_config"),
-        ptq_spec={"skip_modules": ("*audio_tower*", "*word_timestamp_encoder*", "*.conv1d")},
+        ptq_spec={
+            # As modules are called in memory, then on disk.
+            "skip_modules": (
+                *("*audio_tower*", "*word_timestamp_encoder*"),
+                *("*perception*", "*ctc_timestamp*"),
+                "*.conv1d",
+            )
+        },
         naming_spec=None,
     )
 )

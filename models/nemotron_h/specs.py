@@ -40,13 +40,8 @@ SPEC = register(
                 (
                     "norm",
                     (
-                        "mixer.in_proj",
-                        "mixer.q_proj",
-                        "mixer.k_proj",
-                        "mixer.v_proj",
-                        "mixer.up_proj",
-                        "mixer.gate",
-                        "mixer.shared_experts.up_proj",
+                        *("mixer.in_proj", "mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+                        *("mixer.up_proj", "mixer.gate", "mixer.shared_experts.up_proj"),
                         # With moe_latent_size the experts read fc1_latent_proj, and are narrower.
                         "mixer.fc1_latent_proj",
                         "mixer.experts",

@@ -23,6 +23,9 @@ SPEC = register(
                 "mlp1.*",
                 "*sound*",
                 "*.conv1d",
+                # The root class names no output head: that of its text model would be taken for a
+                # linear layer.
+                "*language_model.lm_head",
             )
         },
         naming_spec=None,

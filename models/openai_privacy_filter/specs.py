@@ -15,7 +15,11 @@ SPEC = register(
         "openai_privacy_filter",
         min_transformers_version="5.6",
         moe_spec={"block_names": ("OpenAIPrivacyFilterMLP",)},
-        ptq_spec={"layer_names": ("OpenAIPrivacyFilterEncoderLayer",), "norm_feeds": ()},
+        ptq_spec={
+            "layer_names": ("OpenAIPrivacyFilterEncoderLayer",),
+            "skip_modules": ("*score",),
+            "norm_feeds": (),
+        },
         expert_storage_spec={"interleaved_gate_up": False},
         naming_spec=None,
     )

@@ -2,74 +2,36 @@
 
 from __future__ import annotations
 
+from modelopt_lite.models.qwen3_next.specs import QKV, READS_MLP
+from modelopt_lite.models.qwen3_next.specs import SPEC as QWEN3_NEXT
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import (
-    GATED_LINEARS,
-    EPSpec,
-    ExpertStorageSpec,
-    ExportSpec,
-    ModelSpec,
-    MoESpec,
-    NamingSpec,
-    PTQSpec,
-)
+from modelopt_lite.models.specs import GATED_LINEARS
+from modelopt_lite.models.variants import variant
 
-LAYER_LINEARS = (*GATED_LINEARS, "out_proj", "in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z")
+_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+LAYER_LINEARS = (*GATED_LINEARS, "out_proj", *_DELTA)
 
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
 # 5.24.0. Names on disk: files written by save_pretrained of the same releases.
 # Expert parallelism: first release whose config class carries a plan (5.13.0).
 SPEC = register(
-    ModelSpec(
-        model_type="qwen3_5_moe_text",
+    variant(
+        QWEN3_NEXT,
+        "qwen3_5_moe_text",
         min_transformers_version="5.2",
-        moe_spec=MoESpec(
-            block_names=("Qwen3_5MoeSparseMoeBlock",),
-            expert_linear_names=("gate_proj", "down_proj", "up_proj"),
-            gate_up_pair=("gate_proj", "up_proj"),
-        ),
-        export_spec=ExportSpec(weight_plus_one_norm_names=("Qwen3_5MoeRMSNorm",)),
-        ep_spec=EPSpec(requires_transformers="5.13"),
-        ptq_spec=PTQSpec(
-            layer_names=("Qwen3_5MoeDecoderLayer",),
-            router_names=("gate", "shared_expert_gate"),
-            skip_modules=("*.conv1d",),
-            fused_linears=(
-                ("q_proj", "k_proj", "v_proj"),
-                ("gate_proj", "up_proj"),
-                ("in_proj_qkv", "in_proj_z"),
-                ("in_proj_b", "in_proj_a"),
+        moe_spec={"block_names": ("Qwen3_5MoeSparseMoeBlock",)},
+        export_spec={"weight_plus_one_norm_names": ("Qwen3_5MoeRMSNorm",)},
+        ptq_spec={
+            "layer_names": ("Qwen3_5MoeDecoderLayer",),
+            "fused_linears": (
+                *(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
+                *(("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")),
             ),
-            norm_feeds=(
-                (
-                    "input_layernorm",
-                    (
-                        "linear_attn.in_proj_qkv",
-                        "linear_attn.in_proj_z",
-                        "linear_attn.in_proj_b",
-                        "linear_attn.in_proj_a",
-                        "self_attn.q_proj",
-                        "self_attn.k_proj",
-                        "self_attn.v_proj",
-                    ),
-                ),
-                (
-                    "post_attention_layernorm",
-                    (
-                        "mlp.shared_expert.gate_proj",
-                        "mlp.shared_expert.up_proj",
-                        "mlp.gate",
-                        "mlp.experts",
-                        "mlp.shared_expert_gate",
-                    ),
-                ),
+            "norm_feeds": (
+                ("input_layernorm", (*(f"linear_attn.{name}" for name in _DELTA), *QKV)),
+                ("post_attention_layernorm", READS_MLP),
             ),
-        ),
-        expert_storage_spec=ExpertStorageSpec(
-            linear_names=("gate_proj", "up_proj", "down_proj"),
-            stacked_names=("gate_up_proj", "down_proj"),
-            shared_expert_names=("shared_expert",),
-        ),
-        naming_spec=NamingSpec(layer_linear_names=LAYER_LINEARS),
+        },
+        naming_spec={"layer_linear_names": LAYER_LINEARS},
     )
 )

@@ -14,6 +14,12 @@ from modelopt_lite.models.specs import (
     PTQSpec,
 )
 
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+READS_MLP = (
+    *("mlp.gate", "mlp.experts", "mlp.shared_expert_gate"),
+    *("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+)
+
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
 # 5.24.0. Names on disk: files written by save_pretrained of the same releases.
 # Expert parallelism: first release whose config class carries a plan (5.13.0).
@@ -34,28 +40,8 @@ SPEC = register(
             skip_modules=("*.conv1d",),
             fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
             norm_feeds=(
-                (
-                    "input_layernorm",
-                    (
-                        "linear_attn.in_proj_qkvz",
-                        "linear_attn.in_proj_ba",
-                        "self_attn.q_proj",
-                        "self_attn.k_proj",
-                        "self_attn.v_proj",
-                    ),
-                ),
-                (
-                    "post_attention_layernorm",
-                    (
-                        "mlp.shared_expert.gate_proj",
-                        "mlp.shared_expert.up_proj",
-                        "mlp.gate",
-                        "mlp.experts",
-                        "mlp.shared_expert_gate",
-                        "mlp.gate_proj",
-                        "mlp.up_proj",
-                    ),
-                ),
+                ("input_layernorm", ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", *QKV)),
+                ("post_attention_layernorm", (*READS_MLP, "mlp.gate_proj", "mlp.up_proj")),
             ),
         ),
         expert_storage_spec=ExpertStorageSpec(

@@ -22,7 +22,13 @@ SPEC = register(
                 "only the thinker is calibrated, and transformers would shard the talker too"
             ),
         ),
-        ptq_spec={"skip_modules": ("*talker*", "*code2wav*", "*visual*", "*audio_tower*")},
+        ptq_spec={
+            # The root class names no output head: the thinker's would be taken for a linear layer.
+            "skip_modules": (
+                *("*talker*", "*code2wav*", "*visual*", "*audio_tower*"),
+                "*thinker.lm_head",
+            )
+        },
         naming_spec=None,
     )
 )

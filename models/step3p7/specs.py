@@ -15,7 +15,8 @@ from modelopt_lite.models.specs import (
 )
 
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.24.0.
-# Names on disk: files written by save_pretrained of the same release.
+# Names on disk: files written by save_pretrained of the same release. vLLM reads the stacks, and
+# stacked scales beside them (read: step3p5.py).
 SPEC = register(
     ModelSpec(
         model_type="step3p7",
@@ -29,38 +30,34 @@ SPEC = register(
         ep_spec=EPSpec(plan_config_attr="text_config"),
         ptq_spec=PTQSpec(
             layer_names=("Step3p7DecoderLayer",),
-            router_names=("gate", "moe"),
+            router_names=("gate", "moe.gate"),
             skip_modules=("*multi_modal_projector*", "*vision_model*", "*vit_large_projector*"),
             fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
             norm_feeds=(
                 (
                     "input_layernorm",
                     (
-                        "self_attn.q_proj",
-                        "self_attn.k_proj",
-                        "self_attn.v_proj",
-                        "self_attn.g_proj",
+                        *("self_attn.q_proj", "self_attn.k_proj"),
+                        *("self_attn.v_proj", "self_attn.g_proj"),
                     ),
                 ),
                 (
                     "post_attention_layernorm",
                     (
-                        "mlp.gate_proj",
-                        "mlp.up_proj",
-                        "mlp.shared_experts.gate_proj",
-                        "share_expert.gate_proj",
-                        "mlp.shared_experts.up_proj",
-                        "share_expert.up_proj",
-                        "mlp.gate",
-                        "moe.gate",
-                        "mlp.experts",
+                        *("mlp.gate_proj", "mlp.up_proj"),
+                        *("mlp.shared_experts.gate_proj", "share_expert.gate_proj"),
+                        *("mlp.shared_experts.up_proj", "share_expert.up_proj"),
+                        *("mlp.gate", "moe.gate"),
+                        *("mlp.experts", "moe"),
                     ),
                 ),
             ),
         ),
         expert_storage_spec=ExpertStorageSpec(
+            container="moe",
             linear_names=("gate_proj", "up_proj", "down_proj"),
-            stacked_names=("gate_up_proj", "down_proj"),
+            stacked_names=("gate_proj", "up_proj", "down_proj"),
+            export_stacked=True,
             shared_expert_names=("shared_experts", "share_expert"),
         ),
         naming_spec=NamingSpec(layer_linear_names=(*GATED_LINEARS, "g_proj")),

@@ -6,8 +6,7 @@ from modelopt_lite.models.registry import register
 from modelopt_lite.models.specs import EPSpec, ExpertStorageSpec, ModelSpec, MoESpec, PTQSpec
 
 # Classes and names of experts: built models, transformers 4.57.6 to 5.24.0. An encoder-decoder:
-# every run is refused when the model is built. Experts are called expert_0, expert_1, ... and not
-# by number.
+# every run is refused when the model is built.
 SPEC = register(
     ModelSpec(
         model_type="switch_transformers",

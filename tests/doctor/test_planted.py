@@ -82,6 +82,38 @@ PLANTED: list[tuple[str, str, dict[str, Any], str, str]] = [
         "'shared_expert'",
     ),
     ("qwen3_moe", "expert_storage_spec", {"container": "mlps"}, "expert_storage_spec", "container"),
+    ("qwen3_moe", "ptq_spec", {"router_names": ("gate", "experts")}, "", "take 'experts' out"),
+    ("qwen3_moe", "ptq_spec", {"layer_names": ()}, "", "Qwen3MoeDecoderLayer"),
+    ("nemotron_h", "ptq_spec", {"router_names": ()}, "", "'gate'"),
+    ("gpt_oss", "ptq_spec", {"router_names": ("gate",)}, "", "'router'"),
+    (
+        "qwen3_moe",
+        "expert_storage_spec",
+        {"linear_names": ("up_proj", "gate_proj", "down_proj")},
+        "",
+        "gate, up, down",
+    ),
+    (
+        "deepseek_v3",
+        "ptq_spec",
+        {"fused_linears": (("q_proj", "k_proj", "o_proj"), ("gate_proj", "up_proj"))},
+        "",
+        "'q_a_proj'",
+    ),
+    (
+        "qwen3_moe",
+        "ptq_spec",
+        {"fused_linears": (("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj"))},
+        "",
+        "reads another input",
+    ),
+    (
+        "qwen3_moe",
+        "ptq_spec",
+        {"norm_feeds": (("input_layernorm", ("self_attn.q_proj", "self_attn.o_proj")),)},
+        "",
+        "'self_attn.k_proj'",
+    ),
     ("gemma3", "ptq_spec", {"skip_modules": ("*multi_modal_projector*",)}, "", "vision_tower"),
     ("gemma3", "export_spec", {"weight_plus_one_norm_names": ()}, "", "'Gemma3RMSNorm'"),
     ("qwen3_moe", "export_spec", {"weight_plus_one_norm_names": ("Qwen3MoeRMSNorm",)}, "", "take"),
@@ -120,6 +152,63 @@ def test_a_planted_error_is_named_with_its_remedy(
 
 
 @needs_stacks
+@pytest.mark.parametrize(
+    ("model_type", "section", "fields", "field", "remedy"),
+    [
+        (
+            "gpt_oss",
+            "expert_storage_spec",
+            {"stacked_names": ("down_proj", "gate_up_proj")},
+            "expert_storage_spec.stacked_names",
+            "('gate_up_proj', 'down_proj')",
+        ),
+        (
+            "gpt_oss",
+            "expert_storage_spec",
+            {"stacked_names": ("w13", "w2")},
+            "expert_storage_spec.stacked_names",
+            "'gate_up_proj'",
+        ),
+        (
+            "gpt_oss",
+            "moe_spec",
+            {"expert_linear_names": ("w13", "w2")},
+            "moe_spec.expert_linear_names",
+            "'gate_up_proj'",
+        ),
+        (
+            "qwen3_vl_moe",
+            "ep_spec",
+            {"plan_config_attr": None},
+            "ep_spec.plan_config_attr",
+            "'text_config'",
+        ),
+        (
+            "qwen3_vl_moe",
+            "ep_spec",
+            {"plan_config_attr": "vision"},
+            "ep_spec.plan_config_attr",
+            "text_config",
+        ),
+        (
+            "qwen3_moe",
+            "ep_spec",
+            {"requires_transformers": "99.0"},
+            "ep_spec.requires_transformers",
+            "first release",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "." not in value else "",
+)
+def test_an_error_that_only_stacks_show_is_named(
+    model_type: str, section: str, fields: dict[str, Any], field: str, remedy: str
+) -> None:
+    if section == "ep_spec" and installed < Version("5.7"):
+        pytest.skip("a release whose configs have these plans")
+    test_a_planted_error_is_named_with_its_remedy(model_type, section, fields, field, remedy)
+
+
+@needs_stacks
 @pytest.mark.parametrize("fields", [{"input_major": False}, {"interleaved_gate_up": False}])
 def test_another_layout_of_stacks_is_found_by_the_forward_pass(fields: dict[str, Any]) -> None:
     """gpt-oss is input-major and interleaved: each flag is wrong on its own."""
@@ -128,6 +217,15 @@ def test_another_layout_of_stacks_is_found_by_the_forward_pass(fields: dict[str,
     found = examine(spec, built("gpt_oss")).findings
     assert [(f.field, f.remedy) for f in found] == [
         (f"expert_storage_spec.{name}", f"write {name}={not value}")
+    ]
+
+
+def test_rows_that_alternate_on_disk_alone_are_told_by_the_forward_pass() -> None:
+    """transformers puts Inkling's gate before up as it loads; on disk they alternate."""
+    spec = planted(spec_of("inkling_mm_model"), "expert_storage_spec", interleaved_gate_up=False)
+    found = examine(spec, built("inkling_mm_model")).findings
+    assert [(f.field, f.remedy) for f in found] == [
+        ("expert_storage_spec.interleaved_gate_up", "write interleaved_gate_up=True")
     ]
 
 
@@ -178,6 +276,18 @@ def test_a_dead_glob_of_a_plan_is_found(glob: str) -> None:
     assert "layers.*.mlp.experts" in found[0].remedy or "block_sparse_moe" in found[0].remedy
 
 
+def test_experts_that_a_model_lacks_are_found() -> None:
+    spec = spec_of("qwen3_moe")
+    changes: dict[str, Any] = {
+        "moe_spec": spec.moe_spec,
+        "expert_storage_spec": spec.expert_storage_spec,
+    }
+    found = {
+        f.field: f for f in examine(replace(spec_of("llama"), **changes), built("llama")).findings
+    }
+    assert "remove moe_spec" in found["moe_spec"].remedy
+
+
 def test_a_spec_without_its_experts_is_found() -> None:
     spec = replace(spec_of("qwen3_moe"), moe_spec=None, expert_storage_spec=None, ep_spec=None)
     found = {f.field: f.remedy for f in examine(spec, built("qwen3_moe")).findings}
@@ -193,3 +303,7 @@ def test_what_cannot_be_held_to_a_model_is_told_apart() -> None:
     assert check_spec(remote).status == "not_checkable"
     too_late = check_spec(replace(spec, min_transformers_version="99.0"))
     assert [f.field for f in too_late.findings] == ["min_transformers_version"]
+    gone = check_spec(replace(spec, model_type="made_up", removed_in_transformers="4.57"))
+    assert (gone.status, gone.why) == ("absent", "transformers 4.57 removed it")
+    still_there = replace(spec, model_type="made_up", removed_in_transformers="99.0")
+    assert check_spec(still_there).status == "wrong"

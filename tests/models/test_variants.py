@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from modelopt_lite.models import (
@@ -11,6 +14,7 @@ from modelopt_lite.models import (
     MoESpec,
     PTQSpec,
     get_spec,
+    get_specs,
 )
 from modelopt_lite.models.variants import variant
 
@@ -74,3 +78,25 @@ def test_code_that_was_not_seen_is_not_trusted_with_names(name: str) -> None:
     assert spec.modeling_source == "remote_code"
     assert spec.moe_spec.block_names == spec.ptq_spec.layer_names == ()
     assert spec.ptq_spec.norm_feeds == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "expert"),
+    [
+        ("layers.1.mlp.experts.3.up", 3),
+        ("layers.1.mlp.experts.expert_12.up", 12),  # gptsan-japanese, switch_transformers
+        ("layers.1.mlp.experts.shared_1.up", None),
+        ("layers.1.mlp.experts.expert_.up", None),
+        ("layers.1.mlp.up", None),
+    ],
+)
+def test_single_experts_are_known_by_their_number(name: str, expert: int | None) -> None:
+    container = None if expert is None else "layers.1.mlp.experts"
+    assert ExpertStorageSpec(linear_names=("up", "down")).expert_of(name) == (expert, container)
+
+
+def test_types_that_are_not_known_by_code_say_what_is_unread() -> None:
+    """Each stands in the page that says so."""
+    page = (Path(__file__).parents[2] / "docs" / "remote_code.md").read_text(encoding="utf-8")
+    remote = {s.model_type for s in get_specs() if s.modeling_source == "remote_code"}
+    assert set(re.findall(r"^\| `([^`]+)`", page, flags=re.MULTILINE)) == remote

@@ -121,13 +121,14 @@ def test_stacked_sources_map_to_single_experts(input_major: bool, tmp_path: Path
 
     edit(source, stack)
     folder = copied(MOE, tmp_path)
-    if input_major:  # a wrong orientation must not pass
-        for name in ("gate_up_proj", "down_proj"):
-            key = f"model.layers.0.mlp.experts.{name}"
-            set_tensor(key, lambda t: t.transpose(1, 2).contiguous())(source)
-        assert "weight-error" in errors(folder, source=source, deep=True)
-        return
+    keys = [f"model.layers.{n}.mlp.experts.{x}_proj" for n in (0, 1) for x in ("gate_up", "down")]
+    if input_major:
+        for key in keys:
+            set_tensor(key, lambda t: t.mT.contiguous())(source)
     assert audit(folder, source=source, deep=True) == []
+    for key in keys:  # a wrong orientation must not pass: values as they were, and other shapes
+        set_tensor(key, lambda t: t.reshape(len(t), t.shape[2], t.shape[1]))(source)
+    assert "weight-error" in errors(folder, source=source, deep=True)
     edit(folder, lambda t: [t.pop(n) for n in list(t) if n.startswith(EXPERT)])
     assert errors(folder, source=source) == {"expert-missing", "source-missing"}
 
