@@ -61,16 +61,31 @@ RELEASES = (tf_min, "5.0", "5.3", "5.6", "5.7", "5.10", "5.14", "5.18", "5.20", 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
-@nox.session(default=False, python=PYTHONS)
-@nox.parametrize("release", RELEASES, ids=RELEASES)
-def tests_transformers(session: nox.Session, release: str) -> None:
-    """Hold all specs to one release of transformers, and export a small model of every type."""
+def install_release(session: nox.Session, release: str) -> None:
+    """Install the package with one release of transformers."""
     session.install(TORCH)
     session.install("-e", ".", *([] if release == "latest" else [f"transformers=={release}.*"]))
     if release == "latest":
         session.install("--upgrade", "transformers")
+
+
+@nox.session(default=False, python=PYTHONS)
+@nox.parametrize("release", RELEASES, ids=RELEASES)
+def tests_transformers(session: nox.Session, release: str) -> None:
+    """Hold all specs to one release of transformers, and export a small model of every type."""
+    install_release(session, release)
     session.run("modelopt-lite", "specs", "check", "--jobs", "2", env=PASSIVE)
     session.run("python", "benchmarks/export_all.py", *session.posargs, env=PASSIVE)
+
+
+@nox.session(default=False)
+@nox.parametrize("release", (tf_min, "latest"), ids=(tf_min, "latest"))
+def exports(session: nox.Session, release: str) -> None:
+    """Export a small model of every type in FP8 and NVFP4, with one release of transformers."""
+    install_release(session, release)
+    limits = ("--no-docs", "--minutes", "12")  # on a slow machine, types with experts alone
+    asked = session.posargs or ("--dialects", "modelopt", "--recipes", "fp8", "nvfp4")
+    session.run("python", "benchmarks/export_all.py", *limits, *asked, env=PASSIVE)
 
 
 @nox.session

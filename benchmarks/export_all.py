@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import versions
-from export_tables import EXPORTS, Result, keep, line, summary
+from export_tables import EXPORTS, LATE, Result, keep, line, summary
 
 HERE = Path(__file__).resolve().parent
 
@@ -35,7 +35,7 @@ def main() -> int:
         (d, r) for d in args.dialects for r in EXPORTS[d] if not args.recipes or r in args.recipes
     ]
     types = chosen([*args.types, *args.more_types])
-    start = time.perf_counter()
+    args.start = time.perf_counter()
     print(f"{len(types)} types, {args.jobs} at once")
     results: dict[str, Result] = {}
     prepare()
@@ -45,7 +45,7 @@ def main() -> int:
             results[waiting[done]] = done.result()
             print(line(waiting[done], done.result()), flush=True)
     print(summary(results))
-    print(f"{time.perf_counter() - start:.0f} s")
+    print(f"{time.perf_counter() - args.start:.0f} s")
     if not args.no_docs:
         keep(results)
         if args.checkpoints:
@@ -66,15 +66,17 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--timeout", type=float, default=600, help="seconds for a type")
     made.add_argument("--memory", type=float, default=4, help="GiB that a type may take")
     made.add_argument("--checkpoints", type=Path, help="folder of small checkpoints to share")
+    made.add_argument("--minutes", type=float, default=1e9, help="begin no type after so many")
     made.add_argument("--no-docs", action="store_true", help="leave docs/ as it is")
     return made
 
 
 def chosen(asked: Sequence[str]) -> list[str]:
-    """Return the types to run; exit where one is not registered."""
+    """Return the types to run, those with experts first; exit where one is not registered."""
     from modelopt_lite.models import get_specs
 
-    known = sorted(spec.model_type for spec in get_specs())
+    specs = sorted(get_specs(), key=lambda spec: (spec.moe_spec is None, spec.model_type))
+    known = [spec.model_type for spec in specs]
     if unknown := sorted(set(asked) - set(known)):
         sys.exit(f"not registered: {', '.join(unknown)}; 'modelopt-lite specs list' lists what is")
     return [name for name in known if not asked or name in asked]
@@ -91,6 +93,8 @@ def one(
     model_type: str, exports: Sequence[tuple[str, str]], args: argparse.Namespace, logs: Path
 ) -> Result:
     """Run a type in a process of its own; a crash, or one that takes too long, is its result."""
+    if time.perf_counter() - args.start > 60 * args.minutes:
+        return Result(LATE, expected=True)
     context = multiprocessing.get_context("forkserver")
     receive, send = context.Pipe(duplex=False)
     log = logs / f"{model_type}.log"

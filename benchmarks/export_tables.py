@@ -19,6 +19,7 @@ EXPORTS = {
 }
 OK = "ok"
 REFUSED = "refused: "  # the dialect has no form for what the model holds
+LATE = "not begun: out of time"
 _MARKS = {"ok": "+", "refused": "r", "failed": "x", "not run": "."}
 
 
@@ -92,6 +93,8 @@ def summary(results: Mapping[str, Result]) -> str:
     if run:
         most = max(results, key=lambda name: results[name].memory)
         lines.append(f"most memory: {results[most].memory / 1e9:.1f} GB ({most})")
+    if late := sorted(name for name, result in results.items() if result.why == LATE):
+        lines.append(f"not begun, out of time: {', '.join(late)}")
     if failed := sorted(name for name, result in results.items() if result.failed):
         lines.append(f"failed: {', '.join(failed)}")
     return "\n".join(lines)

@@ -54,11 +54,26 @@ def build_meta_model(
                 f"{source / 'config.json'}: {error}"
             ) from error
     model.requires_grad_(False)
+    _lend_text_part(model)
     if transformers.__version__.startswith("4."):
         model.tie_weights()
     else:
         _compute_buffers(model, model)
     return model.eval()
+
+
+def _lend_text_part(model: Any) -> None:
+    """Let a model that generates but has no forward of its own run as its text part does.
+
+    Qwen3-Omni is one: text runs through its thinker. Of its parts, the first that has a head is it.
+    """
+    if type(model).forward is not nn.Module.forward:
+        return
+    for part in model.children():
+        if hasattr(part, "get_output_embeddings") and part.get_output_embeddings() is not None:
+            for name in ("forward", "get_input_embeddings", "get_output_embeddings", "get_decoder"):
+                setattr(model, name, getattr(part, name))
+            return
 
 
 def _compute_buffers(module: nn.Module, owner: Any) -> None:

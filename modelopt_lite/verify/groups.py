@@ -149,6 +149,12 @@ def check_experts(export: Export) -> Iterator[Finding]:
             roles.setdefault(match[3], {})[int(match[2])] = module
     stated = _expert_count(export)
     for block, roles in blocks.items():
+        everyone = [m for experts in roles.values() for m in experts.values()]
+        ours = not export.storage.linear_names or not roles.keys().isdisjoint(
+            export.storage.linear_names
+        )
+        if not ours and not any(m.packed for m in everyone):
+            continue  # experts of a tower, which are others than those of the text
         present = {index for experts in roles.values() for index in experts}
         wanted = max(
             max(present) + 1, stated
@@ -165,7 +171,6 @@ def check_experts(export: Export) -> Iterator[Finding]:
                     f"{export.folder}: {shown}{more} of {wanted} experts lacks its weight; engines "
                     "leave its memory uninitialized, export again",
                 )
-        everyone = [m for experts in roles.values() for m in experts.values()]
         yield from _check_formats(export, block, everyone)
 
 

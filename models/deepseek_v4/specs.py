@@ -43,9 +43,10 @@ SPEC = register(
             router_names=("gate",),
             # o_a_proj (wo_a) multiplies by groups and not as a linear layer. The others are left
             # as they are out of caution: whether engines quantize compressors and indexer was not
-            # checked.
+            # checked. Not so the indexer's q_b_proj: SGLang reads an excluded one as all of them.
             skip_modules=(
-                *("*.o_a_proj", "*.wo_a", "*.compressor.*"),
+                *("*.o_a_proj", "*.wo_a", "*.indexer.kv_proj", "*.indexer.gate_proj"),
+                *(f"*.compressor.{name}" for name in ("kv_proj", "gate_proj", "wkv", "wgate")),
                 *("*.indexer.wk", "*.indexer.weights_proj", "*.scorer.weights_proj"),
                 *("*hc_*", "*_hc.*", "*.tid2eid"),
             ),

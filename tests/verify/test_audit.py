@@ -155,6 +155,13 @@ def test_one_unpacked_sibling_is_a_group_of_two_formats(tmp_path: Path) -> None:
     assert errors(folder) == {"group-format"}
 
 
+def test_experts_of_a_tower_may_be_others(tmp_path: Path) -> None:
+    folder = copied("qwen3_moe-fp8", tmp_path)
+    name = "vision_encoder.blocks.0.mlp.experts.1.fc1.weight"
+    put(name, torch.zeros(4, 4, dtype=torch.bfloat16))(folder)
+    assert "expert-missing" not in errors(folder)
+
+
 def test_one_unpacked_expert_is_named(tmp_path: Path) -> None:
     folder = copied(MOE, tmp_path)
 
