@@ -14,7 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from modelopt_lite.build import quiet_transformers
+from modelopt_lite.build import cut_unread_rows, quiet_transformers
 from modelopt_lite.doctor.instance import Instance, known_here, small_model
 from modelopt_lite.doctor.shrink import Sizes
 from modelopt_lite.models import ModelSpec
@@ -43,9 +43,6 @@ DEFECTS = {
     ("glm4v", "4."): "its text model runs with a mask alone",
     ("glm4v_moe", "4."): "its text model runs with a mask alone",
     ("llama4", "5.24."): "it asks its text model's output for image_outputs, which is not there",
-    ("longcat_flash", "5."): (
-        "it holds rows for experts without weights, which published checkpoints do not have"
-    ),
     ("doge", "4."): "its experts return a pair, which its layers do not take apart",
     ("gemma3n_text", "4."): "save_pretrained writes 'per_layer_model.language_model_projection'",
 }
@@ -127,6 +124,7 @@ def save(spec: ModelSpec, folder: Path) -> str:
         return f"no small model that runs: {instance.not_run}"
     config = type(instance.config).from_dict(instance.config.to_dict())  # without what running left
     model = type(instance.model)._from_config(config, dtype=torch.bfloat16)
+    cut_unread_rows(model)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():  # classes leave some of them as memory was
         if parameter.ndim > 1:

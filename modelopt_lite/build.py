@@ -53,6 +53,7 @@ def build_meta_model(
                 f"transformers {transformers.__version__} cannot build a model from "
                 f"{source / 'config.json'}: {error}"
             ) from error
+    cut_unread_rows(model)
     model.requires_grad_(False)
     _lend_text_part(model)
     if transformers.__version__.startswith("4."):
@@ -60,6 +61,22 @@ def build_meta_model(
     else:
         _compute_buffers(model, model)
     return model.eval()
+
+
+def cut_unread_rows(model: nn.Module) -> None:
+    """Leave stacked experts as many gates as they have down projections.
+
+    LongCat-Flash also chooses experts without weights, for which release 5 holds gates that it
+    never reads and no published checkpoint has.
+    """
+    for module in model.modules():
+        gates = getattr(module, "gate_up_proj", None)
+        downs = getattr(module, "down_proj", None)
+        if not isinstance(gates, nn.Parameter) or not isinstance(downs, nn.Parameter):
+            continue
+        if gates.ndim == downs.ndim == 3 and len(gates) > len(downs):
+            rows = gates.detach()[: len(downs)].clone()
+            module.gate_up_proj = nn.Parameter(rows, requires_grad=gates.requires_grad)
 
 
 def _lend_text_part(model: Any) -> None:

@@ -29,6 +29,7 @@ from modelopt_lite.models import ExpertStorageSpec, ModelSpec, PTQSpec, get_spec
 from modelopt_lite.recipes import Override, Recipe, load_recipe
 from modelopt_lite.select import Candidate, find_candidates
 from modelopt_lite.structure import TensorShape, structure_of
+from modelopt_lite.verify.compare import compare_with_source
 
 installed = Version(transformers.__version__)
 CONFIGS = json.loads((Path(__file__).parent / "models" / "tiny.json").read_text())
@@ -354,6 +355,8 @@ def test_stacks_of_either_orientation_give_the_same_export(tmp_path: Path) -> No
         quantize_and_export(
             tmp_path / name, export_dir=out, recipe=recipe, on_bad_shape="skip", progress=False
         )
+        compared = compare_with_source(out, tmp_path / name)
+        assert any(".experts.0.gate_proj" in module for module in compared)
     one, other = (
         load_file(tmp_path / f"{name} exported" / "model.safetensors") for name in ("one", "other")
     )
