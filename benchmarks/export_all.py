@@ -12,6 +12,7 @@ are the same. Exits with 1 where an export failed. Run by ``nox -s tests_transfo
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import multiprocessing
 import os
 import sys
@@ -104,7 +105,7 @@ def one(
     send.close()
     try:
         if not receive.poll(args.timeout):
-            return Result(f"took longer than {args.timeout:.0f} s")
+            return _broken(f"took longer than {args.timeout:.0f} s")
         result = receive.recv()
         assert isinstance(result, Result)
         return result
@@ -112,10 +113,14 @@ def one(
         process.join()
         said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
         last = said[-1] if said else "it said nothing"
-        return Result(f"its process ended with {process.exitcode}: {last}")
+        return _broken(f"its process ended with {process.exitcode}: {last}")
     finally:
         process.terminate()
         process.join()
+
+
+def _broken(why: str) -> Result:
+    return Result(why, release=importlib.metadata.version("transformers"))
 
 
 def run_type(*given: Any) -> None:
