@@ -48,7 +48,7 @@ SPEC = register(
                 *("*.o_a_proj", "*.wo_a", "*.indexer.kv_proj", "*.indexer.gate_proj"),
                 *(f"*.compressor.{name}" for name in ("kv_proj", "gate_proj", "wkv", "wgate")),
                 *("*.indexer.wk", "*.indexer.weights_proj", "*.scorer.weights_proj"),
-                *("*hc_*", "*_hc.*", "*.tid2eid"),
+                *("*hc_*", "*_hc.*", "*.tid2eid", "*.position_bias", "*.ape"),
             ),
             fused_linears=(
                 ("q_a_proj", "kv_proj"),

@@ -54,7 +54,7 @@ SPEC = register(
             stacked_names=("gate_up_proj", "down_proj"),
         ),
         naming_spec=NamingSpec(
-            layer_linear_names=(*GATED_LINEARS, "out_proj", "in_proj", "dt_proj", "x_proj")
+            layer_linear_names=(*GATED_LINEARS, "out_proj", "in_proj", "x_proj")
         ),
     )
 )
