@@ -8,6 +8,7 @@ field says otherwise. This file imports neither torch nor transformers: modules 
 from __future__ import annotations
 
 import functools
+import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -269,7 +270,7 @@ class ExpertStorageSpec(SpecSection):
         for at in range(len(parts) - 2, depth - 1, -1):
             number = parts[at].isascii() and parts[at].isdigit() and len(parts[at]) < 10
             if number and ".".join(parts[at - depth : at]) == self.container:
-                return int(parts[at]), ".".join(parts[:at])
+                return int(parts[at]), sys.intern(".".join(parts[:at]))  # shared by all experts
         return None, None
 
     def container_above(self, parent: str) -> str | None:
