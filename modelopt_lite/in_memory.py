@@ -30,11 +30,11 @@ from modelopt_lite.job import (
     check_model_type,
     in_dialects,
     pick_device,
-    plan_for,
     tensor_shapes,
 )
 from modelopt_lite.models import get_spec
 from modelopt_lite.output import check_export_dir, check_free_space, resolve_checkpoint, staged
+from modelopt_lite.plan import make_plan
 from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.report import Report
 from modelopt_lite.run import Run, cache_stats, fill_report, run_details
@@ -137,11 +137,18 @@ def export_hf(
     folder, target = resolve_checkpoint(source), Path(export_dir).expanduser()
     on_disk = open_source(folder)
     model_type = check_model_type(on_disk.config, None, folder)
+    tensors = tensor_shapes(on_disk)
     with quiet_transformers():
-        structure = structure_of(model, tensor_shapes(on_disk), get_spec(model_type))
-    plan = plan_for(
-        structure, on_disk, state.recipe, model_type, state.numerics, state.on_bad_shape
+        structure = structure_of(model, tensors, get_spec(model_type))
+    plan = make_plan(
+        structure,
+        tensors,
+        state.recipe,
+        model_type=model_type,
+        numerics=state.numerics,
+        on_bad_shape=state.on_bad_shape,
     )
+    plan.notes += on_disk.notes
     plan, *also = in_dialects(plan, dialect_names(dialect), on_disk.config)
     job = Job(folder, on_disk, model, model_type, plan, pick_device("cpu"), tuple(also))
     check_export_dir(target, folder, overwrite=overwrite)

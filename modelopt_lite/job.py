@@ -237,6 +237,7 @@ def prepare(
     source = open_source(folder)
     model_type = check_model_type(source.config, model_type, folder)
     structure, notes = None, []
+    tensors = tensor_shapes(source)
     if not needs_data(recipe) and recipe.selects_by_class:
         notes.append("planned by the model: the recipe selects by class, which names do not tell")
     elif not needs_data(recipe):
@@ -250,9 +251,16 @@ def prepare(
         model = build_meta_model(
             folder, source.config, trust_remote_code=trust_remote_code, adapt=adapt
         )
-        structure = structure_of(model, tensor_shapes(source), spec)
-    plan = plan_for(structure, source, recipe, model_type, numerics, on_bad_shape)
-    plan.notes += notes
+        structure = structure_of(model, tensors, spec)
+    plan = make_plan(
+        structure,
+        tensors,
+        recipe,
+        model_type=model_type,
+        numerics=numerics,
+        on_bad_shape=on_bad_shape,
+    )
+    plan.notes += [*source.notes, *notes]
     place = pick_device(device)
     if not plan.needs_calibration:
         stream_tensors(plan, source.tensors, UNIT_BYTES)
@@ -286,29 +294,13 @@ def read_names(source: Source, model_type: str, *, trust_remote_code: bool) -> S
 
 
 def tensor_shapes(source: Source) -> dict[str, TensorShape]:
-    """Return shape and dtype of every tensor of a source."""
-    return {name: TensorShape(info.shape, info.dtype) for name, info in source.tensors.items()}
-
-
-def plan_for(
-    structure: Structure,
-    source: Source,
-    recipe: Recipe,
-    model_type: str,
-    numerics: Numerics,
-    on_bad_shape: str,
-) -> Plan:
-    """Plan a run on a source's tensors."""
-    plan = make_plan(
-        structure,
-        tensor_shapes(source),
-        recipe,
-        model_type=model_type,
-        numerics=numerics,
-        on_bad_shape=on_bad_shape,
-    )
-    plan.notes += source.notes
-    return plan
+    """Return shape and dtype of every tensor of a source; those that are alike share one object."""
+    alike: dict[TensorShape, TensorShape] = {}
+    shapes = {}
+    for name, info in source.tensors.items():
+        shape = TensorShape(info.shape, info.dtype)
+        shapes[name] = alike.setdefault(shape, shape)
+    return shapes
 
 
 def check_model_type(config: dict[str, Any], given: str | None, folder: Path) -> str:

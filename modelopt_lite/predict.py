@@ -134,7 +134,7 @@ def predict(
     """
     batches = batches if job.plan.needs_calibration else ()
     on_host = job.device.type == "cpu"
-    outputs = sum(len(file.tensors) for part in layout.parts.values() for file in part.files)
+    outputs = sum(len(part.tensors) for part in layout.parts.values())
     work = {
         "weights": weights_in_memory(job, job.store(), _streamed(job), budget)
         if batches

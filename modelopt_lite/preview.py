@@ -140,7 +140,7 @@ def _describe(request: Request, prediction: Prediction) -> dict[str, Any]:
         "linears": {name: linears[name] for name in sorted(linears, key=natural_key)},
         "source_tensors": len(job.source.tensors),
         "dialects": [p.dialect.name for p in job.plans.values()],
-        "outputs": sum(len(f.tensors) for part in layout.parts.values() for f in part.files),
+        "outputs": sum(len(part.tensors) for part in layout.parts.values()),
         "bytes_to_read": prediction.bytes_read,
         "bytes_to_write": prediction.bytes_written,
         "files_to_write": list(layout.paths),

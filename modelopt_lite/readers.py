@@ -8,6 +8,7 @@ reads it is known; or into the rows of the linear before. Elsewhere the export k
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -67,7 +68,7 @@ def fused_group(name: str, role: str, ptq: PTQSpec) -> str | None:
     """Return a key that the siblings share which engines fuse with this linear, or None."""
     for group in ptq.fused_linears:
         if role in group:
-            return f"{name.removesuffix(role)}[{'+'.join(group)}]"
+            return sys.intern(f"{name.removesuffix(role)}[{'+'.join(group)}]")  # one for all of it
     return None
 
 
@@ -79,7 +80,9 @@ def one_choice(c: Candidate, ptq: PTQSpec) -> str:
 def input_group(c: Candidate, fused: str | None) -> str:
     """All experts of a layer share the scale of what they read: engines keep one for all."""
     if c.experts and not c.stacked:
-        return f"{c.experts}[{fused.rpartition('[')[2].rstrip(']') if fused else c.role}]"
+        return sys.intern(
+            f"{c.experts}[{fused.rpartition('[')[2].rstrip(']') if fused else c.role}]"
+        )
     return fused or c.name
 
 

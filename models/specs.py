@@ -8,6 +8,7 @@ field says otherwise. This file imports neither torch nor transformers: modules 
 from __future__ import annotations
 
 import functools
+import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -275,7 +276,7 @@ class ExpertStorageSpec(SpecSection):
             label = parts[at].removeprefix("expert_")
             number = label.isascii() and label.isdigit() and len(label) < 10
             if number and ".".join(parts[at - depth : at]) == self.container:
-                return int(label), ".".join(parts[:at])
+                return int(label), sys.intern(".".join(parts[:at]))  # shared by all experts
         return None, None
 
     def container_above(self, parent: str) -> str | None:

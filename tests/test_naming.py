@@ -20,10 +20,10 @@ from modelopt_lite.build import build_meta_model, quiet_transformers
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.dequant import Source, open_source
 from modelopt_lite.errors import CheckpointError, RecipeError
-from modelopt_lite.job import Job, plan_for, prepare, read_names, tensor_shapes
+from modelopt_lite.job import Job, prepare, read_names, tensor_shapes
 from modelopt_lite.models import get_spec, get_specs
 from modelopt_lite.naming import UnclearNamesError
-from modelopt_lite.plan import Matrix, Plan
+from modelopt_lite.plan import Matrix, Plan, make_plan
 from modelopt_lite.recipes import Override, Recipe, load_recipe, preset_names
 from modelopt_lite.structure import Structure, structure_of
 from modelopt_lite.tensor_units import needs_data
@@ -64,7 +64,10 @@ def compare(source: Source, one: Structure, other: Structure, recipe: str | Reci
     model_type, recipe = source.config["model_type"], load_recipe(recipe)
     for structure in (one, other):
         try:
-            plans.append(plan_for(structure, source, recipe, model_type, "exact", "skip"))
+            shapes = tensor_shapes(source)
+            plans.append(
+                make_plan(structure, shapes, recipe, model_type=model_type, on_bad_shape="skip")
+            )
         except RecipeError as error:
             errors.append(str(error))
     if errors:

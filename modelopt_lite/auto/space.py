@@ -12,10 +12,10 @@ from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.errors import RecipeError, ShapeError
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.linear import get_format
-from modelopt_lite.job import plan_for, tensor_shapes
+from modelopt_lite.job import tensor_shapes
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ptq_facts
-from modelopt_lite.plan import Matrix, Plan
+from modelopt_lite.plan import Matrix, Plan, make_plan
 from modelopt_lite.readers import one_choice
 from modelopt_lite.recipes import NO_FORMAT, Override, Recipe
 from modelopt_lite.recipes.algorithms import AlgorithmChoice
@@ -158,12 +158,19 @@ def find_space(
     """
     auto = recipe.auto_quantize
     assert auto is not None
+    shapes = tensor_shapes(source)
     plans = {
-        fmt: plan_for(structure, source, uniform(recipe, fmt), model_type, numerics, "skip")
+        fmt: make_plan(
+            structure,
+            shapes,
+            uniform(recipe, fmt),
+            model_type=model_type,
+            numerics=numerics,
+            on_bad_shape="skip",
+        )
         for fmt in auto.formats
         if fmt != NO_FORMAT
     }
-    shapes = tensor_shapes(source)
     members = _members(structure, shapes, uniform(recipe, next(iter(plans))), model_type)
     layers = {unit.name for unit in structure.units if unit.is_layer}
     unit_of = {entry: unit.name for unit in structure.units for entry in unit.entries}

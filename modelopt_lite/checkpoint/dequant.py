@@ -39,6 +39,7 @@ from modelopt_lite.checkpoint.layouts import (
     refuse_foreign,
 )
 from modelopt_lite.checkpoint.reader import Checkpoint, check_out
+from modelopt_lite.checkpoint.table import TensorTable
 from modelopt_lite.dialects.compressed_tensors import CompressedTensors
 from modelopt_lite.errors import CheckpointError, NonFiniteError
 from modelopt_lite.formats import fp8, fp8_block, mxfp4, packed
@@ -84,7 +85,7 @@ class DequantizedSource:
         self.encoded: dict[str, Encoded] = dict(self._layouts())
         self.consumed = {name: (e.codes, *e.others) for name, e in self.encoded.items()}
         self.dropped: dict[str, str] = {}
-        self.tensors: dict[str, TensorInfo] = self._present()
+        self.tensors = TensorTable(self._present())
 
     def __enter__(self) -> DequantizedSource:
         return self
@@ -196,10 +197,9 @@ class DequantizedSource:
             return compressed_layouts(self.base, self.quantization, self.dtype)
         return find_layouts(self.base, self.quantization)
 
-    def _present(self) -> dict[str, TensorInfo]:
+    def _present(self) -> Iterator[TensorInfo]:
         decoded = {encoded.codes: name for name, encoded in self.encoded.items()}
         scales = {scale for encoded in self.encoded.values() for scale in encoded.others}
-        tensors = {}
         for stored, info in self.base.tensors.items():
             if stored in decoded:
                 name = decoded[stored]
@@ -210,15 +210,14 @@ class DequantizedSource:
                     )
                 shape = decoded_shape(self.base, self.encoded[name])
                 check_beside(self.base, self.encoded[name], shape)
-                tensors[name] = TensorInfo(name, self.dtype, shape, info.file, info.start, info.end)
+                yield TensorInfo(name, self.dtype, shape, info.file, info.start, info.end)
             elif _INPUT_SCALE.search(stored):
                 self.dropped[stored] = "activation scale of the source's own quantization"
             elif _KV_SCALE.search(stored):
                 self.dropped[stored] = "KV-cache scale or bias of the source's own quantization"
             elif stored not in scales:
                 refuse_foreign(self.base, info, self.quantization)
-                tensors[stored] = info
-        return tensors
+                yield info
 
 
 Source = Checkpoint | DequantizedSource

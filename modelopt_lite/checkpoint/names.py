@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from modelopt_lite.errors import CheckpointError
@@ -240,21 +241,21 @@ def _regions(
             _check_numbers(found.by_pattern[pattern])
         for position, source in enumerate(found.by_pattern[pattern]):
             shape = (1, *shapes[source]) if stacks else shapes[source]
-            head: Region = (position,) if stacks else ()
+            head = (position,) if stacks else ()
             if axis is None:
                 pieces.append(Piece(source, head))
                 continue
             start, width = end, shape[axis]
             if not stacks or position == len(found.by_pattern[pattern]) - 1:
                 end += width
-            pieces.append(
-                Piece(
-                    source,
-                    (*head, *[slice(None)] * (axis - len(head)), slice(start, start + width)),
-                )
-            )
+            pieces.append(Piece(source, _region(head, axis, start, start + width)))
     _check_coverage(target, found, pieces, shapes, target_shape)
     return pieces
+
+
+@cache  # the same in every layer
+def _region(head: tuple[int, ...], axis: int, start: int, stop: int) -> Region:
+    return (*head, *[slice(None)] * (axis - len(head)), slice(start, stop))
 
 
 def _check_numbers(names: list[str]) -> None:

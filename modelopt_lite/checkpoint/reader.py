@@ -14,7 +14,7 @@ import os
 import reprlib
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelopt_lite.checkpoint.header import FileIdentity, Header, TensorInfo, load_header
+from modelopt_lite.checkpoint.header import FileIdentity, TensorInfo, load_header
+from modelopt_lite.checkpoint.table import TensorTable
 from modelopt_lite.checkpoint.uncached import FLAG, UncachedReader
 from modelopt_lite.errors import CheckpointError, InternalError
 
@@ -101,8 +102,9 @@ class Checkpoint:
         self.uncached = False
         self._past_cache = UncachedReader()
         self._fds: dict[tuple[Path, int], int] = {}
-        self._headers: dict[Path, Header] = {}
-        self.tensors: dict[str, TensorInfo] = self._find_tensors()
+        self._identities: dict[Path, FileIdentity] = {}
+        self._digests: dict[Path, str] = {}  # of headers
+        self.tensors = self._find_tensors()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -123,7 +125,7 @@ class Checkpoint:
     @property
     def files(self) -> tuple[Path, ...]:
         """The weight files in name order."""
-        return tuple(self._headers)
+        return tuple(self._identities)
 
     def fingerprint(self) -> str:
         """Return a hash that changes when a weight file or ``config.json`` was touched.
@@ -131,9 +133,8 @@ class Checkpoint:
         It covers each file's name, size, modification time and header, not the weights.
         """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for path, header in self._headers.items():
-            identity = header.identity
-            line = (path.name, identity.size, identity.mtime_ns, header.sha256)
+        for path, identity in self._identities.items():
+            line = (path.name, identity.size, identity.mtime_ns, self._digests[path])
             digest.update(repr(line).encode())
         return digest.hexdigest()
 
@@ -229,7 +230,7 @@ class Checkpoint:
                     raise self._changed(info.file)
                 done += count
             # After the read: a change during it is seen, and one before it as well.
-            if FileIdentity.of(os.fstat(fd)) != self._headers[info.file].identity:
+            if FileIdentity.of(os.fstat(fd)) != self._identities[info.file]:
                 raise self._changed(info.file)
         except OSError as error:
             raise CheckpointError(
@@ -251,7 +252,7 @@ class Checkpoint:
             fd = self._fds.get((path, flag))
             if fd is None:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
-                if FileIdentity.of(os.fstat(fd)) != self._headers[path].identity:
+                if FileIdentity.of(os.fstat(fd)) != self._identities[path]:
                     os.close(fd)
                     raise self._changed(path)
                 self._fds[path, flag] = fd
@@ -264,15 +265,15 @@ class Checkpoint:
             "run, then start again"
         )
 
-    def _find_tensors(self) -> dict[str, TensorInfo]:
+    def _find_tensors(self) -> TensorTable:
         if (self.path / INDEX_FILE).exists():
             return self._indexed_tensors(_weight_map(self.path / INDEX_FILE))
-        header = self._header(self._single_file())
-        return dict(header.tensors)
+        return TensorTable(self._header(self._single_file()).values())
 
-    def _header(self, path: Path) -> Header:
-        header = self._headers[path] = load_header(path)
-        return header
+    def _header(self, path: Path) -> dict[str, TensorInfo]:
+        header = load_header(path)
+        self._identities[path], self._digests[path] = header.identity, header.sha256
+        return header.tensors
 
     def _single_file(self) -> Path:
         names = sorted(entry.name for entry in self.path.iterdir())
@@ -298,21 +299,9 @@ class Checkpoint:
             f"{self.path}: holds no weights; expected {SINGLE_FILE} or {INDEX_FILE}"
         )
 
-    def _indexed_tensors(self, weight_map: dict[str, str]) -> dict[str, TensorInfo]:
+    def _indexed_tensors(self, weight_map: dict[str, str]) -> TensorTable:
         shards = sorted(set(weight_map.values()))
-        tensors: dict[str, TensorInfo] = {}
-        for shard in shards:
-            if not (self.path / shard).exists():
-                lost = next(name for name, file in weight_map.items() if file == shard)
-                raise CheckpointError(
-                    f"{self.path}: shard {shard}, named by {INDEX_FILE} for {lost!r}, is missing; "
-                    "download or copy it"
-                )
-            present = self._header(self.path / shard).tensors
-            named = {name: info for name, info in present.items() if weight_map.get(name) == shard}
-            for name in [name for name in present if name not in named]:
-                self.notes.append(f"{shard} holds {name!r}, which the index does not place there")
-            tensors.update(named)
+        tensors = TensorTable(self._named_tensors(shards, weight_map))
         for name, shard in weight_map.items():
             if name not in tensors:
                 raise CheckpointError(
@@ -322,6 +311,25 @@ class Checkpoint:
         strays = {entry.name for entry in self.path.glob("*.safetensors")} - set(shards)
         self._note_unread(sorted(strays))
         return tensors
+
+    def _named_tensors(
+        self, shards: Sequence[str], weight_map: dict[str, str]
+    ) -> Iterator[TensorInfo]:
+        """Yield what the index places in each shard and is there; note what else is there."""
+        for shard in shards:
+            if not (self.path / shard).exists():
+                lost = next(name for name, file in weight_map.items() if file == shard)
+                raise CheckpointError(
+                    f"{self.path}: shard {shard}, named by {INDEX_FILE} for {lost!r}, is missing; "
+                    "download or copy it"
+                )
+            for name, info in self._header(self.path / shard).items():
+                if weight_map.get(name) == shard:
+                    yield info
+                else:
+                    self.notes.append(
+                        f"{shard} holds {name!r}, which the index does not place there"
+                    )
 
     def _note_unread(self, names: list[str]) -> None:
         if names:

@@ -6,7 +6,7 @@ are made when they are needed and not kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from math import prod
@@ -16,6 +16,7 @@ import torch
 
 from modelopt_lite.checkpoint.header import DTYPE_NAMES, TensorInfo
 from modelopt_lite.checkpoint.reader import SINGLE_FILE
+from modelopt_lite.checkpoint.table import TensorTable
 from modelopt_lite.errors import InternalError
 
 TensorPlan = tuple[str, torch.dtype, tuple[int, ...]]
@@ -24,16 +25,26 @@ _Sized = tuple[str, torch.dtype, tuple[int, ...], int]  # with its bytes
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """One file to be: a header, and the tensors that follow it in their order."""
+    """One file to be: a header, and the tensors that follow it in their order.
+
+    Attributes:
+        table: The tensors of all files; ``numbers`` are this one's.
+    """
 
     name: str
-    tensors: tuple[TensorInfo, ...]
+    table: TensorTable
+    numbers: range
     size: int
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """Its tensors, made when asked for."""
+        return tuple(map(self.table.at, self.numbers))
 
     def header(self) -> bytes:
         """Return its first bytes, length included."""
-        tensors = ((info.name, info.dtype, info.shape, info.nbytes) for info in self.tensors)
-        return b"".join(_header(tensors))
+        infos = map(self.table.at, self.numbers)
+        return b"".join(_header((info.name, info.dtype, info.shape, info.nbytes) for info in infos))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +52,13 @@ class ShardLayout:
     """Every byte of a checkpoint's weight files and index.
 
     Attributes:
-        files: The shards in order; paths of their tensors are relative to the folder to be.
+        files: The shards in order.
+        tensors: What they hold; paths are relative to the folder to be.
         total_size: Bytes of all tensors, as the index states.
     """
 
     files: tuple[ShardFile, ...]
+    tensors: TensorTable
     total_size: int
 
     @property
@@ -54,7 +67,10 @@ class ShardLayout:
         if len(self.files) == 1:
             return b""
         # As transformers writes it: json.dumps(…, indent=2, sort_keys=True), which is slow.
-        rows = sorted((info.name, file.name) for file in self.files for info in file.tensors)
+        name_of = self.tensors.name
+        rows = sorted(
+            (name_of(number), file.name) for file in self.files for number in file.numbers
+        )
         text = ",\n".join(f'    {encode_basestring_ascii(name)}: "{file}"' for name, file in rows)
         head = f'{{\n  "metadata": {{\n    "total_size": {self.total_size}\n  }},\n'
         return f'{head}  "weight_map": {{\n{text}\n  }}\n}}\n'.encode()
@@ -106,41 +122,52 @@ def plan_layout(tensors: Iterable[TensorPlan], max_shard_size: int) -> ShardLayo
     Raises:
         InternalError: No tensors, a name given twice, or a dtype that safetensors lacks.
     """
-    seen: set[str] = set()
-    groups: list[list[_Sized]] = [[]]
-    filled = total_size = 0
-    for name, dtype, shape in tensors:
-        if name in seen or name == "__metadata__":
-            raise InternalError(f"tensor {name!r} was planned twice or has a reserved name")
-        if dtype not in DTYPE_NAMES:
-            raise InternalError(f"tensor {name!r} has dtype {dtype}, which safetensors lacks")
-        seen.add(name)
-        size = prod(shape) * dtype.itemsize
-        if groups[-1] and filled + size > max_shard_size:
-            groups.append([])
-            filled = 0
-        groups[-1].append((name, dtype, shape, size))
-        filled += size
-        total_size += size
-    if not seen:
+    table = _fill(tensors, max_shard_size)
+    if not len(table):
         raise InternalError("a checkpoint without tensors was planned")
-    count = len(groups)
+    count = len(table.files)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    table.files = [Path(name) for name in (names if count > 1 else [SINGLE_FILE])]
+    numbers = map(table.of_file, range(count))
     files = tuple(
-        _plan_file(f"model-{i:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE_FILE, group)
-        for i, group in enumerate(groups, start=1)
+        ShardFile(path.name, table, own, table.at(own[-1]).end)
+        for path, own in zip(table.files, numbers, strict=True)
     )
-    return ShardLayout(files, total_size)
+    return ShardLayout(files, table, sum(info.nbytes for info in table.values()))
 
 
-def _plan_file(name: str, tensors: Sequence[_Sized]) -> ShardFile:
+def _fill(tensors: Iterable[TensorPlan], max_shard_size: int) -> TensorTable:
+    """Place tensors in files, which have numbers for names until it is known how many they are."""
+
+    def placed() -> Iterator[TensorInfo]:
+        group: list[_Sized] = []
+        filled = number = 0
+        for name, dtype, shape in tensors:
+            if name == "__metadata__":
+                raise InternalError(f"tensor {name!r} has a reserved name")
+            if dtype not in DTYPE_NAMES:
+                raise InternalError(f"tensor {name!r} has dtype {dtype}, which safetensors lacks")
+            size = prod(shape) * dtype.itemsize
+            if group and filled + size > max_shard_size:
+                yield from _place(group, Path(str(number)))
+                group, filled, number = [], 0, number + 1
+            group.append((name, dtype, shape, size))
+            filled += size
+        yield from _place(group, Path(str(number)))
+
+    try:
+        return TensorTable(placed())
+    except ValueError as error:
+        raise InternalError(f"tensor {error.args[0]!r} was planned twice") from error
+
+
+def _place(tensors: Sequence[_Sized], file: Path) -> Iterator[TensorInfo]:
+    """Lay the tensors of a file behind its header."""
     ordered = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)  # stable
     position = sum(map(len, _header(ordered)))
-    path = Path(name)  # one for all
-    placed = []
-    for tensor, dtype, shape, size in ordered:
-        placed.append(TensorInfo(tensor, dtype, shape, path, position, position + size))
+    for name, dtype, shape, size in ordered:
+        yield TensorInfo(name, dtype, shape, file, position, position + size)
         position += size
-    return ShardFile(name, tuple(placed), position)
 
 
 def _header(tensors: Iterable[_Sized]) -> Iterable[bytes]:

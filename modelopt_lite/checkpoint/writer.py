@@ -54,13 +54,15 @@ def parse_size(value: str | int) -> int:
     return size
 
 
-@dataclass(slots=True)
+_CLAIMED, _DONE = 1, 2  # how far a tensor is
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor to be written, and how far that is."""
+    """A tensor to be written, and its number in the layout."""
 
     info: TensorInfo
-    started: bool = False
-    done: bool = False
+    number: int
 
 
 class StreamingWriter:
@@ -93,12 +95,13 @@ class StreamingWriter:
     ) -> None:
         self.folder = Path(folder)
         self.layout = layout
-        self._slots = {info.name: Slot(info) for file in layout.files for info in file.tensors}
+        self._tensors = layout.tensors
+        self._states = bytearray(len(layout.tensors))
         self._lock = threading.Lock()
         self._fds: dict[str, int] = {}
         for name in written:
             self.mark(name)
-        self._goes_on = made or any(slot.done for slot in self._slots.values())
+        self._goes_on = made or _DONE in self._states
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for file in layout.files:
@@ -123,7 +126,10 @@ class StreamingWriter:
 
     def mark(self, name: str) -> None:
         """Take note that another writer has written a tensor."""
-        self._slots[name].started = self._slots[name].done = True
+        number = self._tensors.find(name)
+        if number is None:
+            raise InternalError(f"tensor {name!r} is not part of the planned checkpoint")
+        self._states[number] = _DONE
 
     def write(self, name: str, tensor: Tensor, *, again: bool = False) -> None:
         """Write a tensor of any device and strides.
@@ -145,20 +151,20 @@ class StreamingWriter:
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...], *, again: bool = False
     ) -> Slot:
         """Take the place of a tensor, to `fill` it later from any thread; see `write`."""
-        slot = self._slots.get(name)
-        if slot is None:
+        number = self._tensors.find(name)
+        if number is None:
             raise InternalError(f"tensor {name!r} is not part of the planned checkpoint")
-        planned = slot.info
+        planned = self._tensors.at(number)
         if (planned.dtype, planned.shape) != (dtype, shape):
             raise InternalError(
                 f"tensor {name!r} was planned as {planned.dtype} {list(planned.shape)} but came as "
                 f"{dtype} {list(shape)}"
             )
         with self._lock:
-            if slot.started and not again:
+            if self._states[number] and not again:
                 raise InternalError(f"tensor {name!r} was written twice")
-            slot.started = True
-        return slot
+            self._states[number] = self._states[number] or _CLAIMED
+        return Slot(planned, number)
 
     def fill(self, slot: Slot, tensor: Tensor) -> None:
         """Write a tensor into the slot that `claim` gave for it."""
@@ -172,12 +178,12 @@ class StreamingWriter:
                 _pwrite(self._fds[str(slot.info.file)], data, slot.info.start)
             except OSError as error:
                 raise self._output_error(error) from error
-        slot.done = True
+        self._states[slot.number] = _DONE
 
     def is_claimed(self, name: str) -> bool:
         """Whether a tensor of the layout was written, or is about to be."""
-        slot = self._slots.get(name)
-        return slot is not None and slot.started
+        number = self._tensors.find(name)
+        return number is not None and bool(self._states[number])
 
     def sync(self) -> None:
         """Bring what was written so far to the disk.
@@ -198,11 +204,11 @@ class StreamingWriter:
             InternalError: Tensors are missing.
             OutputError: The write failed.
         """
-        missing = [name for name, slot in self._slots.items() if not slot.done]
+        missing = [number for number, state in enumerate(self._states) if state != _DONE]
         if missing:
             raise InternalError(
-                f"{len(missing)} of {len(self._slots)} planned tensors were never written, "
-                f"the first is {missing[0]!r}"
+                f"{len(missing)} of {len(self._states)} planned tensors were never written, "
+                f"the first is {self._tensors.name(missing[0])!r}"
             )
         try:
             for fd in self._fds.values():

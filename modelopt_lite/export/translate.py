@@ -79,8 +79,8 @@ def _check_matrices(plan: Plan, dialect: Dialect) -> None:
 
 
 def _translated(matrix: Matrix, dialect: Dialect) -> Matrix:
-    fmt = FORMATS[matrix.format]
-    return replace(matrix, parts=dialect.tensors(fmt, matrix.parts, matrix.shape))
+    parts = dialect.tensors(FORMATS[matrix.format], matrix.parts, matrix.shape)
+    return matrix if parts == matrix.parts else replace(matrix, parts=parts)
 
 
 def _translated_scales(scales: KVCacheScale, dialect: Dialect) -> KVCacheScale:

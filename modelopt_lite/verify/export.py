@@ -104,7 +104,7 @@ class Export:
     dialect: Dialect
 
     @property
-    def tensors(self) -> dict[str, TensorInfo]:
+    def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor by name."""
         return self.checkpoint.tensors
 
