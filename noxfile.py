@@ -128,6 +128,15 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def report(session: nox.Session) -> None:
+    """Look at ``report.html`` in headless Chromium (apt package chromium); skipped without one."""
+    if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        session.skip("no Chromium: apt-get install --no-install-recommends chromium")
+    install(session, "-e", ".[report]", *group("test"))
+    session.run("pytest", "tests/pages", "tests/test_timeline.py", *session.posargs, env=PASSIVE)
+
+
+@nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
     """Quantize the bundled model to FP8 and NVFP4, audit both, and print what it cost."""
     install(session, ".")

@@ -37,6 +37,7 @@ LAYERS = (
     ("job",),
     ("export", "verify"),
     ("tensor_units",),
+    ("pages",),
     ("plan",),
     ("doctor",),
     ("apply", "cache_scales", "parts", "readers"),
@@ -51,6 +52,7 @@ LAYERS = (
     ("dialects",),
     ("formats",),
     ("models",),
+    ("timeline",),
     ("progress", "report"),
     ("errors", "words", "yamls"),
 )
