@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from modelopt_lite.words import printable
+
 REPORT_FILE = "modelopt_lite_report.json"
 PAGE_FILE = "report.html"
 CARD_FILE = "README.md"
@@ -111,7 +113,7 @@ class Report:
     def to_json(self) -> str:
         """Return the report as JSON text."""
         data = {**asdict(self), "bits_per_weight": round(self.bits_per_weight, 4)}
-        return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+        return printable(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
     def write(self, folder: Path) -> None:
         """Write the report into a folder."""

@@ -27,6 +27,7 @@ from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.job import Job, versions
 from modelopt_lite.offload.memory import bound_caches
+from modelopt_lite.output import writing
 from modelopt_lite.pages.card import write_card
 from modelopt_lite.pages.layers import layer_bytes
 from modelopt_lite.pages.report_page import write_page
@@ -163,9 +164,10 @@ class Run:
         job = self.job
         # A config that names no class was read with the model.
         for part, plan in job.plans.items():
-            write_configs(folder / part, job.source.config, plan, type(job.model).__name__)
-            copy_sidecars(job.folder, folder / part)
-            write_card(folder / part, self.report, plan.dialect.name)
+            with writing(folder):
+                write_configs(folder / part, job.source.config, plan, type(job.model).__name__)
+                copy_sidecars(job.folder, folder / part)
+                write_card(folder / part, self.report, plan.dialect.name)
             if self.verify:
                 with self.report.phase("audit"):
                     audit_or_raise(folder / part, source=job.folder, plan=plan)
@@ -173,8 +175,9 @@ class Run:
         self.timeline.mark()
         self.report.timeline = self.timeline.columns()
         self.report.peak_memory_bytes = peak_memory_bytes()
-        self.report.write(folder)
-        write_page(self.report, folder)
+        with writing(folder):
+            self.report.write(folder)
+            write_page(self.report, folder)
 
 
 def cache_stats(recipe: Recipe, numerics: Numerics) -> CacheStats:

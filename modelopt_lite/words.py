@@ -30,3 +30,11 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:,.3g} TB"
+
+
+def printable(text: str) -> str:
+    r"""Return a text that UTF-8 can hold: bytes of file names that are none become ``\udcff``.
+
+    That is how JSON writes them, so that a JSON text stays the same value.
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

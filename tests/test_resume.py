@@ -187,7 +187,7 @@ def test_two_runs_into_one_folder(
     source, out = checkpoint("llama"), tmp_path / "b"
 
     def nested(phase: str, done: int, total: int) -> None:
-        with pytest.raises(OutputError, match="another run is writing"):
+        with pytest.raises(OutputError, match=rf"another run \(process {os.getpid()}\) is writing"):
             run(source, out, token_batches)
 
     run(source, out, token_batches, progress=nested)

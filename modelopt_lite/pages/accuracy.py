@@ -25,7 +25,7 @@ def accuracy_rows(
     head = ["measured on", *(_COLUMNS[key][0] for key in keys)]
     rows = [
         [
-            str(row.get("on", "")),
+            " ".join(filter(None, (str(row.get("on", "")), _in(row)))),
             *(
                 format(row[key], _COLUMNS[key][1]) if row.get(key) is not None else "-"
                 for key in keys
@@ -34,3 +34,7 @@ def accuracy_rows(
         for row in accuracy
     ]
     return head, rows
+
+
+def _in(row: Mapping[str, Any]) -> str:
+    return f"({row['part']})" if row.get("part") else ""

@@ -24,7 +24,7 @@ from modelopt_lite.pages.layers import by_reason
 from modelopt_lite.recipes import load_recipe, preset_names
 from modelopt_lite.recipes.written import recipe_text
 from modelopt_lite.report import CARD_FILE, Report
-from modelopt_lite.words import bytes_text, counted
+from modelopt_lite.words import bytes_text, counted, printable
 from modelopt_lite.yamls import load_yaml
 
 _KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "library_name")
@@ -38,7 +38,7 @@ def write_card(folder: Path, report: Report, dialect: str) -> None:
     source = Path(report.details["source"])
     size = sum(map(_tensor_bytes, folder.glob("*.safetensors")))
     text = model_card(report, dialect, front_matter(source), size)
-    (folder / CARD_FILE).write_text(text, encoding="utf-8")
+    (folder / CARD_FILE).write_text(printable(text), encoding="utf-8")
 
 
 def model_card(report: Report, dialect: str, source_card: Mapping[str, Any], size: int) -> str:
@@ -59,7 +59,7 @@ def model_card(report: Report, dialect: str, source_card: Mapping[str, Any], siz
         else f"{_name(base)} quantized with modelopt-lite.",
         _facts(report, dialect, base, size),
         "## Accuracy\n",
-        _accuracy(report.accuracy),
+        _accuracy([row for row in report.accuracy if row.get("part", "") in {"", dialect}]),
         "## Engines\n",
         _engines(report, dialect),
         "## Made by\n",

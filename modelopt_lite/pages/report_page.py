@@ -14,7 +14,7 @@ from modelopt_lite.pages.accuracy import accuracy_rows
 from modelopt_lite.pages.html import bullets, code, facts, page, paragraph, section, table
 from modelopt_lite.pages.layers import by_kind, by_reason, place_of
 from modelopt_lite.report import PAGE_FILE, REPORT_FILE, Report
-from modelopt_lite.words import bytes_text, counted
+from modelopt_lite.words import bytes_text, counted, printable
 
 _KINDS = 8
 _ROWS = 200
@@ -23,7 +23,7 @@ _WORST = 25
 
 def write_page(report: Report, folder: Path) -> None:
     """Write the page of a report into a folder."""
-    (folder / PAGE_FILE).write_text(report_page(report), encoding="utf-8")
+    (folder / PAGE_FILE).write_text(printable(report_page(report)), encoding="utf-8")
 
 
 def report_page(report: Report) -> str:
