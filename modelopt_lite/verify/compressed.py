@@ -110,7 +110,7 @@ def _check_bits(export: Export, stated: Schemes) -> Iterator[Finding]:
                 f"{kind!r}, which must be one of {', '.join(map(str, possible))}; correct the "
                 "group, or export again",
             )
-    wrong = [module.name for module in export.packed() if not _fills_words(module, stated)]
+    wrong = [module.name for module in export.packed() if not _fills_words(export, module, stated)]
     if wrong:
         yield Finding(
             "num-bits",
@@ -119,18 +119,21 @@ def _check_bits(export: Export, stated: Schemes) -> Iterator[Finding]:
         )
 
 
-def _fills_words(module: Module, stated: Schemes) -> bool:
-    """Whether a row has the words that its groups need; true where that cannot be told."""
-    scheme, codes = stated.scheme_of(module.name), module.weight
-    scale = module.scales.get("weight_scale")
-    if scheme is None or codes is None or scale is None or codes.dtype != torch.int32:
+def _fills_words(export: Export, module: Module, stated: Schemes) -> bool:
+    """Whether a row has the words that its codes need; true where that cannot be told.
+
+    A shape that disagrees with the rows is the matter of the rule ``packed-shape``.
+    """
+    scheme, codes, shape = stated.scheme_of(module.name), module.weight, None
+    info = module.scales.get("weight_shape")
+    if info is not None and info.shape == (2,) and info.dtype == torch.int64:
+        shape = export.checkpoint.read(info.name).tolist()
+    if scheme is None or codes is None or shape is None or codes.dtype != torch.int32:
         return True
-    bits, size = scheme.weights.get("num_bits"), scheme.weights.get("group_size")
-    if type(bits) is not int or type(size) is not int or not 1 <= bits <= 8 or size < 1:
+    bits = scheme.weights.get("num_bits")
+    if type(bits) is not int or not 1 <= bits <= 8 or scheme.known is not None:
         return True
-    # The last group may be a short one.
-    columns = range((scale.shape[-1] - 1) * size + 1, scale.shape[-1] * size + 1)
-    return words(columns.start, bits) <= codes.shape[-1] <= words(columns[-1], bits)
+    return codes.shape[0] != shape[0] or codes.shape[-1] == words(shape[1], bits)
 
 
 def _check_entries(export: Export, stated: Schemes) -> Iterator[Finding]:
