@@ -143,6 +143,30 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def report(session: nox.Session) -> None:
+    """Look at ``report.html`` in headless Chromium (apt package chromium); skipped without one."""
+    if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        session.skip("no Chromium: apt-get install --no-install-recommends chromium")
+    install(session, "-e", ".[report]", *group("test"))
+    session.run("pytest", "tests/pages", "tests/test_timeline.py", *session.posargs, env=PASSIVE)
+
+
+@nox.session(default=False, name="eval")
+def harness(session: nox.Session) -> None:
+    """Run tasks of lm-evaluation-harness on a checkpoint and on an export, from local files."""
+    install(session, "-e", ".[eval]", *group("test"))
+    env = {**PASSIVE, "HF_HUB_OFFLINE": "1"}
+    session.run("pytest", "tests/test_harness.py", *session.posargs, env=env)
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the site of docs/ into build/site; a broken link or reference fails."""
+    session.install(*group("docs"))
+    session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
     """Quantize the bundled model to FP8 and NVFP4, audit both, and print what it cost."""
     install(session, ".")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -27,6 +28,7 @@ from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.report import REPORT_FILE, Report
 from modelopt_lite.request import Options, Request, make_request
 from modelopt_lite.run import Run
+from modelopt_lite.timeline import Timeline
 from modelopt_lite.words import counted
 
 __all__ = ["dry_run", "export_hf", "quantize", "quantize_and_export"]
@@ -113,7 +115,8 @@ def quantize_and_export(
         progress: False for none; a function ``(phase, done, total)`` to follow it.
 
     Returns:
-        What was done; also written into the export as ``modelopt_lite_report.json``.
+        What was done; also written into the export as ``modelopt_lite_report.json``, and for
+        people as ``report.html`` and, as far as it is of interest to others, ``README.md``.
 
     Raises:
         ModelOptLiteError: What is wrong, the value, and what to do. Nothing is left behind.
@@ -220,7 +223,8 @@ def _write(request: Request, team: Team | None = None, *, searched: float = 0.0)
     with torch.random.fork_rng(devices=[]), make_progress(options.progress, outlook) as tell:
         torch.manual_seed(options.seed)
         with staged(target, overwrite=options.overwrite, resume=options.resume) as work:
-            run = Run(job, request.data, report, options.verify, tell, team)
+            timeline = Timeline(outlook.device_used)
+            run = Run(job, request.data, report, options.verify, tell, team, timeline)
             run.weights(work, request.layout, request.schedule, options.moe_calibrate_all_experts)
             run.finish(work)
     return report
@@ -252,7 +256,28 @@ def _begun(request: Request, predicted: Prediction) -> Report:
     report = Report(str(request.target), recipe, job.model_type, details=request.details)
     report.notes += request.notes
     report.predicted_memory_bytes = predicted.host_peak
+    report.command = request.command
+    if request.data is not None:
+        report.calibrated_with = _calibrated_with(request)
+    report.budgets = {
+        f"{tier} memory" if tier != "disk" else "disk scratch": size
+        for tier, size in asdict(request.budgets).items()
+        if size is not None and tier != "weights"
+    }
     return report
+
+
+def _calibrated_with(request: Request) -> dict[str, str | int | None]:
+    options = request.options
+    data = options.calib_data
+    if data is not None and not isinstance(data, str | Path):
+        return {"calib_data": "calibration.safetensors"}
+    return {
+        "calib_data": None if data is None else Path(data).name,
+        "calib_size": options.calib_size,
+        "calib_seq_len": options.calib_seq_len,
+        "batch_size": options.batch_size,
+    }
 
 
 def _degradations(report: Report) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,10 +19,11 @@ from rich.text import Text
 
 from modelopt_lite import __version__
 from modelopt_lite.cli_audit import diff, verify
+from modelopt_lite.cli_eval import evaluate
+from modelopt_lite.cli_hub import push
 from modelopt_lite.cli_options import RunOptions, with_run_options
 from modelopt_lite.cli_show import (
     AsJson,
-    Trust,
     plain,
     print_json,
     set_up_torch,
@@ -142,59 +142,8 @@ def plan(
 
 app.command()(verify)
 app.command()(diff)
-
-
-@app.command(name="eval")
-def evaluate(
-    ckpt: Checkpoint,
-    *,
-    text: Annotated[
-        str | None, typer.Option(help="A .txt file; default the text that comes with CPython.")
-    ] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a block.")] = 512,
-    max_tokens: Annotated[int | None, typer.Option(help="Stop after so many tokens.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Blocks a batch.")] = None,
-    device: Annotated[str | None, typer.Option(help="Where the model runs.")] = None,
-    activations: Annotated[
-        bool, typer.Option(help="Round inputs of quantized layers as engines do.")
-    ] = True,
-    keep: Annotated[str | None, typer.Option(help="Folder to write all predictions into.")] = None,
-    against: Annotated[
-        str | None, typer.Option(help="Folder of kept predictions to measure a divergence from.")
-    ] = None,
-    trust_remote_code: Trust = False,
-    progress: Annotated[bool, typer.Option(help="Show how far it is.")] = True,
-    as_json: AsJson = False,
-) -> None:
-    """Measure the perplexity of a checkpoint, original or exported."""
-    set_up_torch()
-    from modelopt_lite.evaluate import perplexity
-    from modelopt_lite.report_view import facts_table
-
-    result = perplexity(
-        ckpt,
-        text=Path(text) if text is not None else None,
-        seq_len=seq_len,
-        max_tokens=max_tokens,
-        batch_size=batch_size,
-        device=device,
-        activations=activations,
-        keep=keep,
-        against=against,
-        trust_remote_code=trust_remote_code,
-        progress=progress,
-    )
-    values = {"checkpoint": ckpt, **dataclasses.asdict(result)}
-    if as_json:
-        print_json(values)
-    else:
-        show(facts_table({k.replace("_", " "): _measured(k, v) for k, v in values.items()}))
-
-
-def _measured(name: str, value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.1f}" if name == "seconds" else f"{value:,.4f}"
-    return f"{value:,}" if type(value) is int else plain(value)
+app.command(name="eval")(evaluate)
+app.command()(push)
 
 
 @recipes_app.command("list")

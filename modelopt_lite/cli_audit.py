@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from modelopt_lite.cli_show import AsJson, print_json, set_up_torch, show, show_error
 from modelopt_lite.errors import ModelOptLiteError
+
+if TYPE_CHECKING:
+    from modelopt_lite.fidelity import Fidelity
 
 
 def verify(
@@ -39,6 +43,12 @@ def verify(
     ] = None,
     seq_len: Annotated[int, typer.Option(help="Of the text: tokens of a block.")] = 512,
     max_tokens: Annotated[int, typer.Option(help="Of the text: stop after so many.")] = 8192,
+    recording: Annotated[
+        bool,
+        typer.Option(
+            "--record", help="With --text: write it into the export's report and model card."
+        ),
+    ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow code that the checkpoints bring.")
     ] = False,
@@ -53,6 +63,8 @@ def verify(
         raise typer.BadParameter("--deep compares with a source; give --source CKPT")
     if text is not None and not deep:
         raise typer.BadParameter("--text compares values; give --source CKPT and --deep")
+    if recording and text is None:
+        raise typer.BadParameter("--record keeps how a text is predicted; give --text")
     checked = check_exports(
         export,
         source=source,
@@ -70,8 +82,28 @@ def verify(
         if one.predictions is not None:
             show(predictions_view(one.predictions))
         show(audit_view(one.audit, source, deep=deep))
+    for one in checked if recording else ():
+        if one.predictions is not None:
+            _record(str(one.audit.folder), str(text), one.predictions)
     if failed:
         raise typer.Exit(1)
+
+
+def _record(export: str, text: str, predictions: Fidelity) -> None:
+    from modelopt_lite.checking import BUNDLED_TEXT
+    from modelopt_lite.record import record
+
+    record(
+        export,
+        {
+            "on": "text of CPython" if text == BUNDLED_TEXT else Path(text).name,
+            "perplexity": predictions.export_perplexity,
+            "source_perplexity": predictions.source_perplexity,
+            "kl": predictions.kl,
+            "top1": predictions.top1,
+            "tokens": predictions.tokens,
+        },
+    )
 
 
 def diff(

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from modelopt_lite.words import printable
+
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Allow code that the checkpoint brings.")
 ]
@@ -27,17 +29,17 @@ def show(what: Any) -> None:
     lines = Console(width=_WIDE, file=io.StringIO(), color_system=None)
     lines.print(what)
     for line in lines.file.getvalue().splitlines():  # type: ignore[attr-defined]
-        typer.echo(line.rstrip())
+        typer.echo(printable(line.rstrip()))
 
 
 def show_error(code: str, message: str) -> None:
     """Print an error and its code on stderr."""
-    typer.secho(f"error [{code}]: {message}", err=True, fg=typer.colors.RED)
+    typer.secho(printable(f"error [{code}]: {message}"), err=True, fg=typer.colors.RED)
 
 
 def print_json(value: Any) -> None:
     """Print JSON; what is of no JSON type as text."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    typer.echo(printable(json.dumps(value, indent=2, ensure_ascii=False, default=str)))
 
 
 def set_up_torch() -> None:

@@ -48,12 +48,13 @@ from modelopt_lite.plan import Plan
 from modelopt_lite.predictions import Predictions
 from modelopt_lite.progress import Progress, make_progress
 from modelopt_lite.recipes import Recipe
+from modelopt_lite.sanity import check_counts
 
 EvalText = str | Path | Tensor | Iterable[Tensor] | Iterable[str] | None
 
 Result = TypeVar("Result")
 
-_LOGITS = 1 << 26  # elements a batch; 128 MiB in 16 bits
+MOST_LOGITS = 1 << 26  # elements a batch; 128 MiB in 16 bits
 _LOSS_CHUNK = 1 << 22  # elements that are float32 at a time: 16 MiB
 
 
@@ -180,6 +181,7 @@ def perplexity(
 def open_job(folder: Path, source: Source, trust: bool, device: str | torch.device | None) -> Job:
     """A run whose plan quantizes nothing: the same units and weights as that of an export."""
     model_type = check_model_type(source.config, None, folder)
+    check_counts(source.config, [info.shape for info in source.tensors.values()], folder)
     model = build_meta_model(folder, source.config, trust_remote_code=trust)
     spec = get_spec(model_type)
     plan = Plan(
@@ -232,7 +234,7 @@ def load_batches(
         rows.append(row[:left])
         left = max(0, left - len(row))
     rows = [row for row in rows if len(row) > 1]
-    fitting = max(1, _LOGITS // (job.vocab_size * max(map(len, rows), default=1)))
+    fitting = max(1, MOST_LOGITS // (job.vocab_size * max(map(len, rows), default=1)))
     batches = list(batch_by_length(rows, batch_size or min(8, fitting)))
     if words is None or not getattr(tokenizer, "is_fast", False) or not rows:
         return batches, None

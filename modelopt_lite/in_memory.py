@@ -166,8 +166,7 @@ def export_hf(
                     exporter.export(unit, values, check_finite(values))
                 exporter.export_rest(plan.units)
             writer.finish()
-        fill_report(report, job, exporter, state.evidence)
-        report.export_bytes = layout.total_size
+        fill_report(report, job, exporter, state.evidence, layout)
         run.finish(work)
     return report
 

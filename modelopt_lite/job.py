@@ -32,6 +32,7 @@ from modelopt_lite.parallel.degrees import Degrees
 from modelopt_lite.parallel.spec import adapter
 from modelopt_lite.plan import Plan, make_plan
 from modelopt_lite.recipes import Recipe
+from modelopt_lite.sanity import check_counts
 from modelopt_lite.structure import Structure, TensorShape, structure_of
 from modelopt_lite.tensor_units import UNIT_BYTES, needs_data, stream_tensors
 
@@ -236,6 +237,7 @@ def prepare(
         raise RecipeError(f'numerics must be "exact" or "modelopt", got {numerics!r}')
     source = open_source(folder)
     model_type = check_model_type(source.config, model_type, folder)
+    check_counts(source.config, [info.shape for info in source.tensors.values()], folder)
     structure, notes = None, []
     tensors = tensor_shapes(source)
     if not needs_data(recipe) and recipe.selects_by_class:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from modelopt_lite.checkpoint.journal import has_entries
 from modelopt_lite.errors import CheckpointError, OutputError
 
+_OWNER = "owner"  # there, the process that has the folder
 _EXPORT = "export"  # inside of the folder that an interrupted run leaves, beside the journal
 
 
@@ -46,13 +48,28 @@ def default_export_dir(ckpt: str | Path, recipe: str) -> Path:
     return Path.cwd() / f"{Path(str(ckpt).rstrip('/')).resolve().name}-{recipe}"
 
 
+def resolved(export_dir: Path) -> Path:
+    """Return the folder that a path leads to.
+
+    Raises:
+        OutputError: Its links lead in a circle.
+    """
+    try:
+        return export_dir.resolve()
+    except (OSError, RuntimeError) as error:  # which of them depends on the release of Python
+        raise OutputError(
+            f"export_dir {export_dir} cannot be followed ({error}); remove the link, or choose "
+            "another folder"
+        ) from error
+
+
 def check_export_dir(export_dir: Path, source: Path, *, overwrite: bool) -> None:
     """Refuse a folder that cannot or must not be written.
 
     Raises:
         OutputError: It is the source or inside of it, is not empty, or cannot be made.
     """
-    target = export_dir.resolve()
+    target = resolved(export_dir)
     if target == source or source in target.parents or target in source.parents:
         raise OutputError(
             f"export_dir {export_dir} and the source {source} lie one inside the other; choose a "
@@ -72,7 +89,7 @@ def check_export_dir(export_dir: Path, source: Path, *, overwrite: bool) -> None
 
 def check_free_space(export_dir: Path, needed: int) -> None:
     """Raise `OutputError` where the disk of ``export_dir`` has fewer than ``needed`` bytes."""
-    free = shutil.disk_usage(_existing_parent(export_dir.resolve())).free
+    free = shutil.disk_usage(_existing_parent(resolved(export_dir))).free
     if free < needed:
         raise OutputError(
             f"the export needs {needed:,} bytes, and only {free:,} are free at {export_dir}; free "
@@ -82,7 +99,7 @@ def check_free_space(export_dir: Path, needed: int) -> None:
 
 def unfinished_bytes(export_dir: Path) -> int:
     """Return the bytes on disk of what an interrupted run into ``export_dir`` left."""
-    work = _work_folder(export_dir.resolve())
+    work = _work_folder(resolved(export_dir))
     return sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file())
 
 
@@ -98,7 +115,7 @@ def staged(export_dir: Path, *, overwrite: bool, resume: bool = False) -> Iterat
         OutputError: The folder cannot be made or renamed, or another run has it.
         KeyboardInterrupt: As it came, with a message where the folder stays.
     """
-    target = export_dir.resolve()
+    target = resolved(export_dir)
     made = [p for p in (target.parent, *target.parent.parents) if not p.exists()]
     work = _work_folder(target)
     try:
@@ -108,12 +125,13 @@ def staged(export_dir: Path, *, overwrite: bool, resume: bool = False) -> Iterat
     with _locked(work, target):
         export = work / _EXPORT
         try:
-            if not (resume and has_entries(work)):
-                _empty(work)
-            export.mkdir(exist_ok=True)
+            with writing(work):
+                if not (resume and has_entries(work)):
+                    _empty(work)
+                export.mkdir(exist_ok=True)
             yield export
             _replace(export, target, overwrite=overwrite)
-            shutil.rmtree(work)
+            shutil.rmtree(work, ignore_errors=True)
         except BaseException as error:
             if resume and has_entries(work) and _may_go_on(error):
                 kept = f"what is finished stays in {work}; run the same again to go on"
@@ -126,14 +144,26 @@ def staged(export_dir: Path, *, overwrite: bool, resume: bool = False) -> Iterat
             raise
 
 
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Give what the system says of a block that writes into a folder as `OutputError`."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{error.filename or folder}: cannot be written ({error.strerror or error}); free some "
+            "space, check permissions and the disk, or choose another export_dir"
+        ) from error
+
+
 def staged_export(export_dir: Path) -> Path:
     """Return the folder that `staged` gives, for other processes of the same run."""
-    return _work_folder(export_dir.resolve()) / _EXPORT
+    return _work_folder(resolved(export_dir)) / _EXPORT
 
 
 def discard_unfinished(export_dir: Path) -> None:
     """Remove what an interrupted run into ``export_dir`` left."""
-    shutil.rmtree(_work_folder(export_dir.resolve()), ignore_errors=True)
+    shutil.rmtree(_work_folder(resolved(export_dir)), ignore_errors=True)
 
 
 def _may_go_on(error: BaseException) -> bool:
@@ -154,17 +184,31 @@ def _locked(work: Path, target: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise OutputError(
-                f"another run is writing {target}; wait for it, or choose another export_dir"
+                f"another run{_owner_of(work)} is writing {target}; wait for it, or choose another "
+                "export_dir"
             ) from error
         except OSError:
             pass  # a file system without locks
+        with suppress(OSError):  # it is for messages alone
+            (work / _OWNER).write_text(f"{os.getpid()} {platform.node()}\n", encoding="utf-8")
         yield
     finally:
         os.close(fd)
 
 
+def _owner_of(work: Path) -> str:
+    """Return the words that name the process which has a folder, as far as it is known."""
+    try:
+        pid, _, host = (work / _OWNER).read_text(encoding="utf-8").strip().partition(" ")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return f" (process {pid}{f' on {host}' if host != platform.node() else ''})" if pid else ""
+
+
 def _empty(folder: Path) -> None:
     for path in folder.iterdir():
+        if path.name == _OWNER:
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -12,8 +12,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from modelopt_lite.report_view import bytes_text, facts_table
-from modelopt_lite.words import counted
+from modelopt_lite.report_view import facts_table
+from modelopt_lite.words import bytes_text, counted
 
 
 def plan_tables(plan: Mapping[str, Any]) -> RenderableType:

@@ -52,7 +52,7 @@ class Prediction:
         on_host: The model runs on the CPU, so that ``work`` is host memory, too.
         disk_scratch: Temporary files.
         bytes_read: The source's tensors, each read once.
-        bytes_written: The export's files but its report.
+        bytes_written: The export's files but its report and its card.
     """
 
     process: Mapping[str, int]

@@ -12,7 +12,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from modelopt_lite.words import printable
+
 REPORT_FILE = "modelopt_lite_report.json"
+PAGE_FILE = "report.html"
+CARD_FILE = "README.md"
+OF_THE_RUN = frozenset({REPORT_FILE, PAGE_FILE})
+"""Files that tell of times and places: all others of an export are the same whenever it is made."""
 
 
 @dataclass(slots=True)
@@ -41,6 +47,15 @@ class Report:
         predicted_memory_bytes: What was foretold of it when the run began.
         ranks: Of several processes, what each read, its peak of weights and that of its memory.
         details: Fingerprints and versions that the bytes depend on.
+        dialects: Names of the export's dialects.
+        recipe_text: The recipe as YAML.
+        command: What does the same again on the command line; empty for a model in memory.
+        calibrated_with: Options that choose the calibration data, where those are no batches.
+        budgets: Tier -> bytes that the run was allowed; those that were given.
+        layer_bytes: Layer -> bytes of its tensors in the source, and in the export (of several
+            dialects the first).
+        timeline: What was in use, and read and written, over the seconds of the last run.
+        accuracy: What was measured of the export later, and recorded.
         reused: This is the report of an earlier run with the same inputs, whose finished export
             was found; nothing was done. Never true in a file.
     """
@@ -66,6 +81,14 @@ class Report:
     predicted_memory_bytes: int = 0
     ranks: list[dict[str, int]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
+    dialects: list[str] = field(default_factory=list)
+    recipe_text: str = ""
+    command: str = ""
+    calibrated_with: dict[str, Any] = field(default_factory=dict)
+    budgets: dict[str, int] = field(default_factory=dict)
+    layer_bytes: dict[str, list[int]] = field(default_factory=dict)
+    timeline: dict[str, list[float]] = field(default_factory=dict)
+    accuracy: list[dict[str, Any]] = field(default_factory=list)
     reused: bool = False
 
     @property
@@ -90,7 +113,7 @@ class Report:
     def to_json(self) -> str:
         """Return the report as JSON text."""
         data = {**asdict(self), "bits_per_weight": round(self.bits_per_weight, 4)}
-        return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+        return printable(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
     def write(self, folder: Path) -> None:
         """Write the report into a folder."""

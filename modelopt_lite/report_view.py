@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from modelopt_lite.words import counted
+from modelopt_lite.words import bytes_text, counted
 
 if TYPE_CHECKING:
     from modelopt_lite.fidelity import Fidelity
@@ -24,15 +24,6 @@ _LISTED = 4
 _SHOWN = 3
 _WORST_SHOWN = 10
 _DIFFERING_SHOWN = 20
-
-
-def bytes_text(count: float) -> str:
-    """Return a size with three digits and a unit of powers of 1000: ``8.31 MB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} TB"
 
 
 def facts_table(facts: Mapping[str, str]) -> Table:

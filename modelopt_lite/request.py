@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +39,7 @@ from modelopt_lite.output import (
     resolve_checkpoint,
     unfinished_bytes,
 )
+from modelopt_lite.pages.command import command_line
 from modelopt_lite.predict import Prediction, batch_shapes, planned_batches, predict
 from modelopt_lite.progress import Progress
 from modelopt_lite.recipes import Recipe, load_recipe
@@ -97,6 +98,7 @@ class Request:
         budgets: Bytes that the run may take, once `make_schedule` was called;
         schedule: and what it decided.
         notes: What of an offload configuration does not count, then.
+        ckpt: The checkpoint, as it was given.
     """
 
     options: Options
@@ -108,6 +110,7 @@ class Request:
     budgets: Budgets = field(default_factory=Budgets)
     schedule: Schedule = field(default_factory=Schedule)
     notes: Sequence[str] = ()
+    ckpt: str = ""
     _foretell: Foretell | None = None
 
     def load_data(self) -> None:
@@ -142,8 +145,15 @@ class Request:
         return run_details(self.job, self.data, asked)
 
     @property
+    def command(self) -> str:
+        """What does the same on the command line."""
+        given = {f.name: getattr(self.options, f.name) for f in fields(Options)}
+        defaults = {f.name: f.default for f in fields(Options)}
+        return command_line(self.ckpt, {**given, "export_dir": str(self.target)}, defaults)
+
+    @property
     def bytes_to_write(self) -> int:
-        """Size of all files of the export but its configs and report."""
+        """Size of all files of the export but its configs, card and report."""
         return self.layout.total_bytes + len(self.job.plans) * self.job.sidecar_bytes()
 
     def make_schedule(self) -> None:
@@ -277,7 +287,7 @@ def make_request(
     degrees = degrees_for(job, world_size, options.ep)
     if world_size > 1:
         shard(job, degrees, rank)
-    return Request(options, job, target, job.layout(shard_size))
+    return Request(options, job, target, job.layout(shard_size), ckpt=str(ckpt))
 
 
 def _check_choices(options: Options) -> None:

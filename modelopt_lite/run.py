@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.job import Job, versions
 from modelopt_lite.offload.memory import bound_caches
+from modelopt_lite.output import writing
+from modelopt_lite.pages.card import write_card
+from modelopt_lite.pages.layers import layer_bytes
+from modelopt_lite.pages.report_page import write_page
 from modelopt_lite.parallel.team import Team
 from modelopt_lite.pipeline import run_calibrated
 from modelopt_lite.plan import Plan
@@ -34,8 +38,10 @@ from modelopt_lite.progress import Progress
 from modelopt_lite.ranks.crew import Alone, Ranks
 from modelopt_lite.ranks.log import RankLog
 from modelopt_lite.recipes import Recipe
+from modelopt_lite.recipes.written import recipe_text
 from modelopt_lite.report import Report, peak_memory_bytes
 from modelopt_lite.resume import UnitLog
+from modelopt_lite.timeline import Timeline
 from modelopt_lite.verify.audit import audit_or_raise
 from modelopt_lite.words import counted
 
@@ -50,6 +56,7 @@ class Run:
     verify: bool
     tell: Progress
     team: Team | None = None
+    timeline: Timeline = field(default_factory=Timeline)
 
     def weights(
         self, folder: Path, layout: ExportLayout, schedule: Schedule, all_experts: bool
@@ -62,7 +69,7 @@ class Run:
             schedule: What is in memory when.
             all_experts: Every expert sees every token.
         """
-        job, scratch = self.job, folder.parent
+        job, scratch, tell = self.job, folder.parent, self.timeline.around(self.tell)
         if self.data is not None:
             bound_caches()
         evidence = Evidence(
@@ -94,17 +101,16 @@ class Run:
                 else:
                     with self.report.phase("quantize"):
                         workers = quantizer_count(job.device)
-                        run_data_free(job, exporter, sink, log, workers=workers, progress=self.tell)
+                        run_data_free(job, exporter, sink, log, workers=workers, progress=tell)
                         sink.flush()
             if team is not None:
                 team.barrier("written")
             if not follows:
                 writer.finish()
-        fill_report(self.report, job, exporter, evidence)
+        fill_report(self.report, job, exporter, evidence, layout)
         if isinstance(crew, Ranks):
             self._add_ranks(crew)
         self.report.notes += log.notes
-        self.report.export_bytes = layout.total_size
 
     def _log(self, journal: Journal, writer: ExportWriter) -> UnitLog:
         if self.team is None:
@@ -144,7 +150,7 @@ class Run:
                 schedule=schedule,
                 scratch=scratch,
                 all_experts=all_experts,
-                progress=self.tell,
+                progress=self.timeline.around(self.tell),
                 crew=crew,
             )
             log.settle()
@@ -158,14 +164,20 @@ class Run:
         job = self.job
         # A config that names no class was read with the model.
         for part, plan in job.plans.items():
-            write_configs(folder / part, job.source.config, plan, type(job.model).__name__)
-            copy_sidecars(job.folder, folder / part)
+            with writing(folder):
+                write_configs(folder / part, job.source.config, plan, type(job.model).__name__)
+                copy_sidecars(job.folder, folder / part)
+                write_card(folder / part, self.report, plan.dialect.name)
             if self.verify:
                 with self.report.phase("audit"):
                     audit_or_raise(folder / part, source=job.folder, plan=plan)
         job.source.close()
+        self.timeline.mark()
+        self.report.timeline = self.timeline.columns()
         self.report.peak_memory_bytes = peak_memory_bytes()
-        self.report.write(folder)
+        with writing(folder):
+            self.report.write(folder)
+            write_page(self.report, folder)
 
 
 def cache_stats(recipe: Recipe, numerics: Numerics) -> CacheStats:
@@ -183,9 +195,19 @@ def input_statistics(plan: Plan) -> Statistics:
     return Statistics(algorithm.kinds, sites, algorithm.row_limit)
 
 
-def fill_report(report: Report, job: Job, exporter: Exporter, evidence: Evidence) -> None:
+def fill_report(
+    report: Report, job: Job, exporter: Exporter, evidence: Evidence, layout: ExportLayout
+) -> None:
     """Write into a report what a run saw and did."""
     plan = job.plan
+    report.dialects = [p.dialect.name for p in job.plans.values()]
+    report.recipe_text = recipe_text(plan.recipe)
+    report.export_bytes = layout.total_size
+    first = next(iter(layout.parts.values()))
+    report.layer_bytes = layer_bytes(
+        ((info.name, info.nbytes) for info in job.source.tensors.values()),
+        ((info.name, info.nbytes) for file in first.files for info in file.tensors),
+    )
     report.quantized = {m.name: m.format for m in plan.matrices}
     report.excluded = plan.excluded
     report.notes += dict.fromkeys(note for p in job.plans.values() for note in p.notes)

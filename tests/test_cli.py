@@ -42,12 +42,17 @@ FLAGS = {
     "quantize": RUN_FLAGS,
     "plan": f"{RUN_FLAGS} --json --read-bandwidth --world-size --write-bandwidth",
     "verify": """
-        --deep --engine --json --max-tokens --seq-len --source --text --trust-remote-code
+        --deep --engine --json --max-tokens --record --seq-len --source --text --trust-remote-code
     """,
     "diff": "--json",
     "eval": """
-        --activations --against --batch-size --device --json --keep --max-tokens --no-activations
-        --no-progress --progress --seq-len --text --trust-remote-code
+        --activations --against --batch-size --device --include-path --json --keep --limit
+        --max-tokens --no-activations --no-progress --num-fewshot --progress --record --seq-len
+        --tasks --text --trust-remote-code
+    """,
+    "push": """
+        --create-pr --dry-run --json --message --no-verify --private --public --reports
+        --revision --verify
     """,
     "specs check": "--ckpt --jobs --json --trust-remote-code",
     "specs list": "--json",

@@ -25,7 +25,7 @@ from modelopt_lite.errors import NonFiniteError, OutputError
 from modelopt_lite.job import Job, prepare
 from modelopt_lite.naming import UnclearNamesError
 from modelopt_lite.recipes import load_recipe
-from modelopt_lite.report import REPORT_FILE, Report
+from modelopt_lite.report import OF_THE_RUN, Report
 
 MakeCheckpoint = Callable[..., Path]
 ROOT = Path(__file__).parent.parent
@@ -36,7 +36,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.iterdir())
-        if path.name != REPORT_FILE
+        if path.name not in OF_THE_RUN
     }
 
 

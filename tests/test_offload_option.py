@@ -20,7 +20,7 @@ from modelopt_lite.offload import OffloadConfig
 from modelopt_lite.offload.auto import plan_offload
 from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.recipes.algorithms import METHODS, AlgorithmChoice
-from modelopt_lite.report import REPORT_FILE, Report
+from modelopt_lite.report import OF_THE_RUN, REPORT_FILE, Report
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -29,7 +29,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.iterdir())
-        if path.name != REPORT_FILE
+        if path.name not in OF_THE_RUN
     }
 
 

@@ -19,7 +19,7 @@ from modelopt_lite import quantize_and_export
 from modelopt_lite.checkpoint.journal import Journal, difference, has_entries
 from modelopt_lite.errors import NonFiniteError, OutputError
 from modelopt_lite.offload.replay import StepWriter
-from modelopt_lite.report import REPORT_FILE, Report
+from modelopt_lite.report import OF_THE_RUN, Report
 
 MakeCheckpoint = Callable[..., Path]
 KINDS = ("llama", "llama_tied", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text")
@@ -29,7 +29,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.iterdir())
-        if path.name != REPORT_FILE
+        if path.name not in OF_THE_RUN
     }
 
 
@@ -187,7 +187,7 @@ def test_two_runs_into_one_folder(
     source, out = checkpoint("llama"), tmp_path / "b"
 
     def nested(phase: str, done: int, total: int) -> None:
-        with pytest.raises(OutputError, match="another run is writing"):
+        with pytest.raises(OutputError, match=rf"another run \(process {os.getpid()}\) is writing"):
             run(source, out, token_batches)
 
     run(source, out, token_batches, progress=nested)

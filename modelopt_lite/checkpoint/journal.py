@@ -37,7 +37,10 @@ class Journal:
 
     def __init__(self, folder: Path, inputs: Mapping[str, Any], *, reads: bool = False) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(exist_ok=True)
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise _unwritable(self.folder, error) from error
         header = {"version": _VERSION, "inputs": json.loads(json.dumps(inputs))}
         found = _read(self.folder / _FILE)
         self.entries: list[dict[str, Any]] = found[1:]
@@ -73,9 +76,7 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise OutputError(
-                f"{self.folder}: cannot be written ({error.strerror}); choose another export_dir"
-            ) from error
+            raise _unwritable(self.folder, error) from error
 
 
 def has_entries(folder: Path) -> bool:
@@ -90,6 +91,10 @@ def difference(old: Any, new: Any, path: str = "") -> str:
             if old.get(key) != new.get(key):
                 return difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
     return f"{path.removeprefix('inputs.')} was {old!r} and is {new!r}"
+
+
+def _unwritable(folder: Path, error: OSError) -> OutputError:
+    return OutputError(f"{folder}: cannot be written ({error.strerror}); choose another export_dir")
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

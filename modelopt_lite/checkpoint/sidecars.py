@@ -19,8 +19,12 @@ _WEIGHT_SUFFIXES = (
 _WEIGHTS = (*_WEIGHT_SUFFIXES, *(f"{suffix}.index.json" for suffix in _WEIGHT_SUFFIXES))
 _SKIPPED_NAMES = frozenset({".git", ".cache", ".gitattributes", "__pycache__"})
 _WRITTEN_BY_US = frozenset(
-    map(Path, ("config.json", "hf_quant_config.json", "modelopt_lite_report.json"))
+    map(
+        Path,
+        ("config.json", "hf_quant_config.json", "modelopt_lite_report.json", "report.html"),
+    )
 )
+_CARD, _CARD_OF_SOURCE = Path("README.md"), Path("SOURCE_README.md")
 
 
 def sidecar_files(source_dir: Path) -> list[Path]:
@@ -47,7 +51,7 @@ def copy_sidecars(source_dir: Path, target_dir: Path) -> list[Path]:
     """
     files = sidecar_files(source_dir)
     for file in files:
-        target = target_dir / file
+        target = target_dir / name_in_export(file)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source_dir / file, target)
@@ -56,6 +60,11 @@ def copy_sidecars(source_dir: Path, target_dir: Path) -> list[Path]:
                 f"{target}: copying {source_dir / file} failed ({error.strerror or error})"
             ) from error
     return files
+
+
+def name_in_export(file: Path) -> Path:
+    """Return where a sidecar file lies in an export: the source's card lies beside the new one."""
+    return _CARD_OF_SOURCE if file == _CARD else file
 
 
 def _walk(root: Path, relative: Path, above: tuple[Path, ...]) -> Iterator[Path]:
@@ -75,6 +84,8 @@ def _walk(root: Path, relative: Path, above: tuple[Path, ...]) -> Iterator[Path]
             yield from _walk(root, relative / name, (*above, real))
         elif name.lower().endswith(_WEIGHTS) or relative / name in _WRITTEN_BY_US:
             continue
+        elif relative / name == _CARD_OF_SOURCE and (root / _CARD).is_file():
+            continue  # of an export of ours: the card of what that was made from
         elif path.is_file():  # not a socket, a pipe or a device
             yield relative / name
         elif path.is_symlink() and not path.exists():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.dialects.compressed_tensors import MIXED_FORMATS, STATUS
 from modelopt_lite.dialects.regexes import RegexError, matches
 from modelopt_lite.dialects.schemes import Schemes
-from modelopt_lite.verify.export import Export
+from modelopt_lite.formats.packed import words
+from modelopt_lite.verify.export import Export, Module
 from modelopt_lite.verify.findings import Finding, shorten
 
 
@@ -50,9 +53,10 @@ def check_schemes(export: Export, stated: Schemes) -> Iterator[Finding]:
     """Compare what the config says of each module with its tensors.
 
     Rules: ``config-groups``, ``format-unchecked``, ``excluded-but-packed``,
-    ``unpacked-not-excluded``, ``kv-config``.
+    ``unpacked-not-excluded``, ``kv-config``, ``num-bits``.
     """
     yield from _check_entries(export, stated)
+    yield from _check_bits(export, stated)
     unchecked: list[str] = []
     for module in export.packed():
         scheme = stated.scheme_of(module.name)
@@ -92,6 +96,44 @@ def check_schemes(export: Export, stated: Schemes) -> Iterator[Finding]:
             "it; readers then look for its codes, add it",
         )
     yield from _check_cache(export, stated)
+
+
+def _check_bits(export: Export, stated: Schemes) -> Iterator[Finding]:
+    """Rule ``num-bits``: there are codes of that many bits, and the words that they would fill."""
+    for scheme in stated.schemes:
+        bits, kind = scheme.weights.get("num_bits"), scheme.weights.get("type", "int")
+        possible = (4, 8) if kind == "float" else range(1, 9)
+        if scheme.weights and (type(bits) is not int or bits not in possible):
+            yield Finding(
+                "num-bits",
+                f"{export.folder / 'config.json'}: num_bits is {bits!r} for weights of type "
+                f"{kind!r}, which must be one of {', '.join(map(str, possible))}; correct the "
+                "group, or export again",
+            )
+    wrong = [module.name for module in export.packed() if not _fills_words(export, module, stated)]
+    if wrong:
+        yield Finding(
+            "num-bits",
+            f"{export.folder}: {shorten(wrong)} has another number of words than codes of the "
+            "config's num_bits fill; correct num_bits, or export again",
+        )
+
+
+def _fills_words(export: Export, module: Module, stated: Schemes) -> bool:
+    """Whether a row has the words that its codes need; true where that cannot be told.
+
+    A shape that disagrees with the rows is the matter of the rule ``packed-shape``.
+    """
+    scheme, codes, shape = stated.scheme_of(module.name), module.weight, None
+    info = module.scales.get("weight_shape")
+    if info is not None and info.shape == (2,) and info.dtype == torch.int64:
+        shape = export.checkpoint.read(info.name).tolist()
+    if scheme is None or codes is None or shape is None or codes.dtype != torch.int32:
+        return True
+    bits = scheme.weights.get("num_bits")
+    if type(bits) is not int or not 1 <= bits <= 8 or scheme.known is not None:
+        return True
+    return codes.shape[0] != shape[0] or codes.shape[-1] == words(shape[1], bits)
 
 
 def _check_entries(export: Export, stated: Schemes) -> Iterator[Finding]:

@@ -141,6 +141,12 @@ _ALL = (
         "config_groups describe the quantized modules: with targets and numbers "
         "(compressed-tensors); with inputs for NVFP4, which vLLM else runs as weight-only",
     ),
+    Rule(
+        "num-bits",
+        "codes have 1 to 8 bits, of floating point 4 or 8, and fill the words that are there",
+        None,
+        _COMPRESSED,
+    ),
     Rule("config-status", 'quantization_status is "compressed"', None, _COMPRESSED),
     Rule("config-format", "format is that of the groups, or mixed-precision", None, _COMPRESSED),
     Rule(

@@ -11,7 +11,7 @@ import torch
 
 from modelopt_lite.checkpoint.dequant import DequantizedSource, Source
 from modelopt_lite.checkpoint.header import TensorInfo
-from modelopt_lite.checkpoint.sidecars import sidecar_files
+from modelopt_lite.checkpoint.sidecars import name_in_export, sidecar_files
 from modelopt_lite.verify.config import tied
 from modelopt_lite.verify.export import Export, Module, chunks
 from modelopt_lite.verify.findings import Finding, shorten
@@ -179,8 +179,10 @@ def _extra(export: Export, source: Source, origins: dict[str, Origin]) -> Iterat
 def check_sidecars(folder: Path, source: Path) -> Iterator[Finding]:
     """Rules: ``sidecar-missing``, ``sidecar-bytes``: tokenizer, templates, code and the like."""
     for relative in sidecar_files(source):
-        copied, original = folder / relative, source / relative
+        copied, original = folder / name_in_export(relative), source / relative
         if not copied.is_file():
+            if name_in_export(relative) != relative:  # a card, which no engine reads
+                continue
             yield Finding(
                 "sidecar-missing", f"{copied}: does not exist, the source has it; copy it"
             )

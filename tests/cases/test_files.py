@@ -124,7 +124,7 @@ def test_c35_links_of_a_hub_cache(checkpoint: Make, cases: Any) -> None:
     assert sorted(p.name for p in out.folder.iterdir()) == files
     assert not [p for p in out.folder.iterdir() if p.is_symlink()]
     for name in files:
-        if "report" not in name:
+        if "report" not in name and name != "README.md":  # the card names the hub's model
             assert (out.folder / name).read_bytes() == (whole.folder / name).read_bytes()
 
 

@@ -49,7 +49,20 @@ def test_copies_bytes(source: Path, tmp_path: Path) -> None:
     copied = copy_sidecars(source, target)
     assert copied == sidecar_files(source)
     present = {p.relative_to(target): p.read_bytes() for p in target.rglob("*") if p.is_file()}
-    assert present == {Path(name): content for name, content in KEPT.items()}
+    names = {name: "SOURCE_README.md" if name == "README.md" else name for name in KEPT}
+    assert present == {Path(names[name]): content for name, content in KEPT.items()}
+
+
+def test_the_card_of_an_export_of_ours_goes_before_that_of_its_source(
+    source: Path, tmp_path: Path
+) -> None:
+    (source / "README.md").write_bytes(b"ours")
+    (source / "SOURCE_README.md").write_bytes(b"of what that was made from")
+    (source / "report.html").write_bytes(b"of another run")
+    target = tmp_path / "target"
+    copy_sidecars(source, target)
+    assert (target / "SOURCE_README.md").read_bytes() == b"ours"
+    assert not (target / "report.html").exists()
 
 
 def test_links_become_files(source: Path, tmp_path: Path) -> None:

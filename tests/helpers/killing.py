@@ -27,7 +27,7 @@ import torch
 from modelopt_lite import job, quantize_and_export
 from modelopt_lite.checkpoint.journal import JOURNAL
 from modelopt_lite.recipes import load_recipe
-from modelopt_lite.report import REPORT_FILE
+from modelopt_lite.report import OF_THE_RUN
 from modelopt_lite.tensor_units import needs_data
 
 SOURCE, FOLDER, COUNT = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -69,7 +69,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.iterdir()
-        if path.name != REPORT_FILE
+        if path.name not in OF_THE_RUN
     }
 
 

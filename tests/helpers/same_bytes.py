@@ -10,12 +10,13 @@ from typing import Any
 
 from ranks import quantize, run_ranks
 
+from modelopt_lite import report as reports
 from modelopt_lite.report import REPORT_FILE
 
 # What differs from run to run, or says who did what.
 OF_THE_RUN = (
     *("export_dir", "seconds", "peak_memory_bytes", "predicted_memory_bytes"),
-    *("bytes_read", "ranks"),
+    *("bytes_read", "ranks", "timeline", "command", "budgets"),
 )
 
 
@@ -23,7 +24,7 @@ def files(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != REPORT_FILE
+        if path.is_file() and path.name not in reports.OF_THE_RUN
     }
 
 

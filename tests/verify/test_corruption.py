@@ -321,7 +321,10 @@ CASES = (
     Case("nvfp4", "no algo", both("quant_algo", None), "quant-algo"),
     Case("fp8", "small letters", both("quant_algo", "fp8"), "algo-spelling"),
     Case("fp8", "an algo of others", both("quant_algo", "INT8"), "engine-refuses format-unchecked"),
-    Case("ct_int4", "five bits", flat(lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=5)), "format-unchecked"),
+    Case("ct_int4", "five bits", flat(lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=5)), "num-bits format-unchecked"),
+    Case("ct_int4", "no bits", flat(lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=0)), "num-bits format-unchecked"),
+    Case("ct_int4", "bits beyond words", flat(lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=1e9)), "num-bits format-unchecked"),
+    Case("ct_fp8", "floats of seven bits", flat(lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=7)), "num-bits format-unchecked"),
     # Which modules
     Case("fp8", "trailing dot", listed(lambda e: e.append("lm_head.")), "exclude-entry"),
     Case("fp8", "NUL", listed(lambda e: e.append("lm_head.\0x")), "exclude-entry"),

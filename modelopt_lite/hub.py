@@ -1,0 +1,150 @@
+"""Upload a finished export to the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelopt_lite.checkpoint.journal import JOURNAL
+from modelopt_lite.errors import AuditError, OutputError
+from modelopt_lite.record import read_report
+from modelopt_lite.report import OF_THE_RUN
+from modelopt_lite.verify.audit import examine
+from modelopt_lite.words import counted
+
+_UNFINISHED = ".partial"
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """What was uploaded, or would be.
+
+    Attributes:
+        repo_id: Where to.
+        files: Names in the repository -> bytes.
+        url: Of the commit; empty for a dry run.
+    """
+
+    repo_id: str
+    files: dict[str, int]
+    url: str = ""
+
+
+def push(
+    export: str | Path,
+    repo_id: str,
+    *,
+    revision: str | None = None,
+    message: str | None = None,
+    private: bool | None = None,
+    create_pr: bool = False,
+    reports: bool = False,
+    verify: bool = True,
+    dry_run: bool = False,
+) -> Upload:
+    """Upload the folder of a finished export in one commit.
+
+    Args:
+        export: Folder of an export, or of one of its dialects.
+        repo_id: ``owner/name``; made where it is not there.
+        revision: Branch; default the main one.
+        message: Of the commit.
+        private: Whether a repository that is made is private; None: as the owner has it.
+        create_pr: Open a pull request instead of writing to the branch.
+        reports: Upload the reports too, which tell folders of this machine, times and memory.
+        verify: Audit the export first.
+        dry_run: Check everything, and upload nothing.
+
+    Raises:
+        OutputError: It is not finished, no one export, or the hub refuses it.
+        AuditError: It breaks a rule of the audit.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    folder = Path(export).expanduser().resolve()
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise OutputError(f"{repo_id!r} is no name of a repository: {error}") from error
+    recipe = _check_finished(folder)
+    if verify and (audit := examine(folder)).failed:
+        wrong = [finding.message for finding in audit.findings if finding.severity == "error"]
+        raise AuditError(
+            f"{folder} is not uploaded: {counted(len(wrong), 'rule is', 'rules are')} broken, "
+            f"first: {wrong[0]}; modelopt-lite verify shows all, --no-verify uploads it as it is"
+        )
+    files = dict(_files(folder, reports=reports))
+    if dry_run:
+        return Upload(repo_id, files)
+    said = message or f"Upload an export of modelopt-lite, recipe {recipe}"
+    url = _upload(folder, repo_id, files, said, private, revision=revision, create_pr=create_pr)
+    return Upload(repo_id, files, url)
+
+
+def _check_finished(folder: Path) -> str:
+    """Refuse a folder that is no finished export; return the name of its recipe."""
+    if not folder.is_dir():
+        raise OutputError(f"the export {folder} does not exist; give the folder of an export")
+    above = (folder, *folder.parents)
+    if any(p.name.startswith(".") and p.name.endswith(_UNFINISHED) for p in above):
+        raise OutputError(
+            f"{folder} belongs to an unfinished run; run quantize again to finish it, then give "
+            "its export_dir"
+        )
+    where, report = read_report(folder)
+    if where == folder and len(report.dialects) > 1:
+        raise OutputError(
+            f"{folder} holds an export in each of {', '.join(report.dialects)}; give the folder "
+            "of one of them"
+        )
+    return report.recipe
+
+
+def _files(folder: Path, *, reports: bool) -> Iterator[tuple[str, int]]:
+    """Yield what belongs to an export: no hidden files, no journal, nothing outside of it."""
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        hidden = any(part.startswith(".") or part == JOURNAL for part in relative.parts)
+        if hidden or not path.is_file() or not path.resolve().is_relative_to(folder):
+            continue
+        if str(relative) in OF_THE_RUN and not reports:
+            continue
+        yield relative.as_posix(), path.stat().st_size
+
+
+def _upload(
+    folder: Path,
+    repo_id: str,
+    files: dict[str, int],
+    message: str,
+    private: bool | None,
+    **where: Any,
+) -> str:
+    from httpx import HTTPError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    api = HfApi()
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=message,
+            allow_patterns=[_literal(name) for name in files],
+            **where,
+        )
+    except (HfHubHTTPError, LocalTokenNotFoundError, HTTPError, OSError, ValueError) as error:
+        raise OutputError(
+            f"{repo_id!r} cannot be written on the hub: {error}; log in with `hf auth login`, and "
+            "check the name and your rights"
+        ) from error
+    return str(getattr(commit, "pr_url", None) or getattr(commit, "commit_url", ""))
+
+
+def _literal(name: str) -> str:
+    """Return a pattern of fnmatch that stands for a name alone."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -1,0 +1,1 @@
+"""Pages for people beside an export: its report, and its model card."""

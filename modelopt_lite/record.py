@@ -1,0 +1,82 @@
+"""Keep what was measured of an export in its report, its page and its card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from modelopt_lite.errors import OutputError
+from modelopt_lite.pages.card import write_card
+from modelopt_lite.pages.report_page import write_page
+from modelopt_lite.report import REPORT_FILE, Report
+
+
+def read_report(export: Path) -> tuple[Path, Report]:
+    """Return the report of a finished export, and the folder that it lies in.
+
+    That is the folder above, where an export in several dialects has one folder for each.
+
+    Raises:
+        OutputError: There is none, or it is not one of this program.
+    """
+    for folder in (export, export.parent):
+        path = folder / REPORT_FILE
+        if not path.is_file():
+            continue
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            data.pop("bits_per_weight", None)
+            report = Report(**data)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise OutputError(
+                f"{path} is no report of this program ({error}); export again with "
+                "overwrite=True (--overwrite)"
+            ) from error
+        if folder == export or export.name in report.dialects:
+            return folder, report
+    raise OutputError(
+        f"{export} has no {REPORT_FILE}: it is no finished export of this program; give the "
+        "folder that quantize_and_export wrote"
+    )
+
+
+def record(export: str | Path, measured: Mapping[str, Any]) -> None:
+    """Add a row to the accuracy of an export, in the place of an earlier one of the same name.
+
+    Args:
+        export: Folder of the export, or of one of its dialects.
+        measured: ``on`` names what was measured; the others are numbers by the names of
+            `modelopt_lite.pages.accuracy`.
+
+    Raises:
+        OutputError: There is no export, or it cannot be written.
+    """
+    given = Path(export).expanduser().resolve()
+    folder, report = read_report(given)
+    part = given.name if given != folder else ""
+    if not part and len(report.dialects) > 1:
+        raise OutputError(
+            f"{export} holds an export in each of {', '.join(report.dialects)}; give the folder "
+            "of the one that was measured"
+        )
+    row = {"part": part, **{name: value for name, value in measured.items() if value is not None}}
+    same = [
+        number
+        for number, old in enumerate(report.accuracy)
+        if (old.get("on"), old.get("part", "")) == (row["on"], part)
+    ]
+    if same:
+        report.accuracy[same[0]] = {**report.accuracy[same[0]], **row}
+    else:
+        report.accuracy.append(row)
+    dialect = part or report.dialects[0]
+    try:
+        report.write(folder)
+        write_page(report, folder)
+        write_card(given, report, dialect)
+    except OSError as error:
+        raise OutputError(
+            f"{folder}: what was measured cannot be written ({error.strerror}); make it writable"
+        ) from error
