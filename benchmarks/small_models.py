@@ -6,6 +6,8 @@ larger than the doctor's, so that formats with blocks find a matrix to quantize.
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,10 @@ GIVEN_4: dict[str, dict[str, Any]] = {
     "jamba": {"use_mamba_kernels": False},
     "qwen2_5_vl": {"text_config": _MROPE},
     "qwen2_vl": {"text_config": _MROPE},
+    "qwen3_omni_moe": {
+        "thinker_config": {"text_config": _MROPE},
+        "talker_config": {"text_config": _MROPE},
+    },
     "qwen3_vl": {"text_config": _MROPE},
     "qwen3_vl_moe": {"text_config": _MROPE},
     "qwen3_vl_moe_text": _MROPE,
@@ -105,6 +111,15 @@ def build(spec: ModelSpec) -> Instance:
     raise errors[0]
 
 
+def _forget_backends(config: Any) -> None:
+    """Remove how experts were run: towers without experts refuse to be told."""
+    if getattr(config, "_experts_implementation_internal", None) is not None:
+        config._experts_implementation_internal = None
+    for part in vars(config).values():
+        if hasattr(part, "model_type") and hasattr(part, "to_dict"):
+            _forget_backends(part)
+
+
 def save(spec: ModelSpec, folder: Path) -> str:
     """Write a small checkpoint of a type; return what keeps it from being exported, or nothing.
 
@@ -122,7 +137,8 @@ def save(spec: ModelSpec, folder: Path) -> str:
         return f"{NO_DECODER} ({instance.kind})"
     if instance.not_run:
         return f"no small model that runs: {instance.not_run}"
-    config = type(instance.config).from_dict(instance.config.to_dict())  # without what running left
+    config = copy.deepcopy(instance.config)
+    _forget_backends(config)
     model = type(instance.model)._from_config(config, dtype=torch.bfloat16)
     cut_unread_rows(model)
     generator = torch.Generator().manual_seed(0)
@@ -134,4 +150,9 @@ def save(spec: ModelSpec, folder: Path) -> str:
     model.generation_config = type(model.generation_config)()  # a top_k may be that of a router
     with quiet_transformers():
         model.save_pretrained(folder)
+    path = folder / "config.json"
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    if not saved.get("architectures"):  # Qwen2-VL's config of release 4 puts them elsewhere
+        saved["architectures"] = [type(model).__name__]
+        path.write_text(json.dumps(saved, indent=2), encoding="utf-8")
     return ""
