@@ -9,14 +9,17 @@ the operations of its batches, ``quantized`` the weights that it quantizes, ``ex
 of rows that leave it and come back, ``written`` those that all ranks write to one disk.
 
     python benchmarks/scaling.py measure   # small runs here over gloo, and the rates that fit them
+    python benchmarks/scaling.py experts   # memory and bytes read of each rank, by the degree
     python benchmarks/scaling.py predict   # DeepSeek-V3 and Kimi-K2 on 1, 8 and 64 GPUs
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -31,7 +34,8 @@ from typing import Any
 from synthetic import DEEPSEEK_V3, KIMI_K2, QWEN3_MOE, make_checkpoint
 
 RANKS_OF_A_NODE = 8
-SMALL = {**QWEN3_MOE, "num_hidden_layers": 4}
+TOKENS = 512  # of a batch of the small runs
+SMALL = {**QWEN3_MOE, "num_hidden_layers": 8}
 
 
 @dataclass(frozen=True)
@@ -120,68 +124,105 @@ class Shape:
         )
 
 
-def run_here(source: Path, out: Path, ranks: int, batches: int) -> float:
-    """Return the seconds of a run of so many processes of one thread."""
+def run_here(
+    source: Path, out: Path, ranks: int, batches: int, ep: int | None = None
+) -> dict[str, Any]:
+    """Return the seconds of a run of so many processes of one thread, and what each rank took."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", _CHILD, str(source), str(out), str(batches)]
+    command = [sys.executable, "-c", _CHILD, str(source), str(out), str(batches), str(ep or 0)]
     processes = []
     for rank in range(ranks):
-        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+        environment: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
         env = {**os.environ, **{k: str(v) for k, v in environment.items()}}
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE))
     texts = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         sys.exit("a run failed")
-    return float(json.loads(texts[0].splitlines()[-1]))
+    shutil.rmtree(out)
+    told: dict[str, Any] = json.loads(texts[0].splitlines()[-1])
+    return told
 
 
-_CHILD = """
+_CHILD = f"""
 import json, sys, time, torch
-import transformers.models.auto.modeling_auto, modelopt_lite.api
+import transformers.models.qwen3_moe.modeling_qwen3_moe, modelopt_lite.api
 generator = torch.Generator().manual_seed(0)
-batches = [torch.randint(3, 4000, (1, 256), generator=generator) for _ in range(int(sys.argv[3]))]
+count = int(sys.argv[3])
+batches = [torch.randint(3, 4000, (1, {TOKENS}), generator=generator) for _ in range(count)]
 start = time.perf_counter()
-modelopt_lite.api.quantize_and_export(
+report = modelopt_lite.api.quantize_and_export(
     sys.argv[1], export_dir=sys.argv[2], recipe="nvfp4", calib_data=batches, progress=False,
-    verify=False,
+    verify=False, ep=int(sys.argv[4]) or None,
 )
-print(json.dumps(time.perf_counter() - start))
+told = dict(seconds=time.perf_counter() - start, ranks=report.ranks)
+print(json.dumps(told))
 """
 
 
 def measure(given: argparse.Namespace) -> None:
     """Run small models here, and fit the rates."""
-    from scipy.optimize import nnls
-
-    rows, seconds = [], []
+    rows, seconds, labels = [], [], []
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         for experts in given.experts:
             config = {**SMALL, "num_experts": experts}
             source = make_checkpoint(Path(folder) / f"source{experts}", config)
-            for ranks in given.ranks:
-                for batches in given.batches:
-                    out = Path(folder) / f"out-{experts}-{ranks}-{batches}"
-                    taken = run_here(source, out, ranks, batches)
-                    work = Shape.of(config).work(ranks, 256 * batches, 2, 0.5625, one_disk=True)
-                    rows.append([getattr(work, field.name) for field in fields(work)])
-                    seconds.append(taken)
-                    print(
-                        f"experts {experts:3d}  ranks {ranks}  batches {batches:2d}  {taken:6.2f} s"
-                    )
-    largest = [max(column) or 1.0 for column in zip(*rows, strict=True)]
-    scaled = [[a / b for a, b in zip(row, largest, strict=True)] for row in rows]
-    weights, _ = nnls(scaled, seconds)
-    costs = [weight / size for weight, size in zip(weights, largest, strict=True)]
-    names = [field.name for field in fields(Work)]
-    for name, cost in zip(names, costs, strict=True):
+            for ranks, batches in itertools.product(given.ranks, given.batches):
+                runs = [
+                    run_here(source, Path(folder) / "out", ranks, batches)["seconds"]
+                    for _ in range(given.rounds)
+                ]
+                work = Shape.of(config).work(ranks, TOKENS * batches, 2, 0.5625, one_disk=True)
+                rows.append([getattr(work, field.name) for field in fields(work)])
+                seconds.append(min(runs))
+                labels.append(f"experts {experts:3d}  ranks {ranks}  batches {batches:2d}")
+                print(f"{labels[-1]}  {'  '.join(f'{run:.2f}' for run in runs)} s", flush=True)
+    costs = fit(rows, seconds)
+    for field, cost in zip(fields(Work), costs, strict=True):
         rate = "takes no time that shows" if not cost else f"{1 / cost:.3g} a second"
-        print(f"{name:10s} {f'{cost:.2f} s' if name == 'fixed' else rate}")
-    for row, taken in zip(rows, seconds, strict=True):
-        fitted = sum(a * c for a, c in zip(row, costs, strict=True))
-        print(f"measured {taken:6.2f} s   fitted {fitted:6.2f} s")
+        print(f"{field.name:10s} {f'{cost:.2f} s' if field.name == 'fixed' else rate}")
+    for at, label in enumerate(labels):
+        others = fit(rows[:at] + rows[at + 1 :], seconds[:at] + seconds[at + 1 :])
+        print(
+            f"{label}  measured {seconds[at]:6.2f} s  fitted {time_of(rows[at], costs):6.2f} s  "
+            f"foretold by the others {time_of(rows[at], others):6.2f} s"
+        )
+
+
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Return seconds for a unit of each kind of work, none below 0: their relative errors least."""
+    from scipy.optimize import nnls
+
+    largest = [max(column) or 1.0 for column in zip(*rows, strict=True)]
+    scaled = [
+        [a / b / taken for a, b in zip(row, largest, strict=True)]
+        for row, taken in zip(rows, seconds, strict=True)
+    ]
+    weights, _ = nnls(scaled, [1.0] * len(seconds))
+    return [weight / size for weight, size in zip(weights, largest, strict=True)]
+
+
+def time_of(row: Sequence[float], costs: Sequence[float]) -> float:
+    """Return the seconds of a run's work."""
+    return sum(a * c for a, c in zip(row, costs, strict=True))
+
+
+def experts(given: argparse.Namespace) -> None:
+    """Print what each rank held and read, by how many share the experts."""
+    config = {**SMALL, "num_experts": 32}
+    shape = Shape.of(config)
+    layer = 2 * shape.experts * shape.expert
+    print(f"experts: {layer / 1e6:.1f} MB a layer, {layer * shape.sparse_layers / 1e6:.1f} MB")
+    print("ep  weights in memory at most, by rank (MB)  read, by rank (MB)")
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        source = make_checkpoint(Path(folder) / "source", config)
+        for ep in (1, 2, 4):
+            ranks = run_here(source, Path(folder) / "out", 4, 4, ep)["ranks"]
+            held = "  ".join(f"{rank['peak_weight_bytes'] / 1e6:6.1f}" for rank in ranks)
+            read = "  ".join(f"{rank['bytes_read'] / 1e6:6.1f}" for rank in ranks)
+            print(f"{ep:2d}  {held:39s}  {read}", flush=True)
 
 
 def predict(given: argparse.Namespace) -> None:
@@ -213,7 +254,11 @@ def main() -> None:
     here.add_argument("--folder", default=None)
     here.add_argument("--experts", type=int, nargs="+", default=[8, 32])
     here.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    here.add_argument("--batches", type=int, nargs="+", default=[2, 8])
+    here.add_argument("--batches", type=int, nargs="+", default=[4, 16])
+    here.add_argument("--rounds", type=int, default=1)
+    shares = commands.add_parser("experts")
+    shares.set_defaults(run=experts)
+    shares.add_argument("--folder", default=None)
     far = commands.add_parser("predict")
     far.set_defaults(run=predict)
     far.add_argument("--tokens", type=int, default=512 * 512)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -179,12 +179,9 @@ def _run(settled: Settled, ckpt: str | Path) -> Report:
 
 def _run_rank(ckpt: str | Path, options: Options, team: Team) -> Report:
     """Do one rank's part of a run; every rank returns the report."""
-    if load_recipe(options.recipe).auto_quantize is not None:
-        raise RecipeError(
-            "auto_quantize searches in one process, and this run has several; export once in one, "
-            "then start all with the recipe that the search wrote into search_dir"
-        )
-    request = make_request(ckpt, options, world_size=team.world_size, rank=team.rank)
+    settled = _settle_once(ckpt, options, team)
+    request = make_request(ckpt, settled.options, world_size=team.world_size, rank=team.rank)
+    request.job.plan.notes.extend(settled.notes)
     request.load_data()
     _check_alike(request, team)
     report = team.decide("look for an export", request.finished)
@@ -198,7 +195,22 @@ def _run_rank(ckpt: str | Path, options: Options, team: Team) -> Report:
     team.barrier("checks")
     if not team.is_first:
         _follow(request, team)
-    return team.decide("report", partial(_write, request, team))
+    return team.decide("report", partial(_write, request, team, searched=settled.seconds))
+
+
+def _settle_once(ckpt: str | Path, options: Options, team: Team) -> Settled:
+    """Have rank 0 search for formats, where they are not settled, while the others wait."""
+    if load_recipe(options.recipe).auto_quantize is None:
+        return settle(ckpt, options)
+
+    def search() -> tuple[Recipe, tuple[str, ...], float]:
+        found = settle(ckpt, options)
+        return load_recipe(found.options.recipe), found.notes, found.seconds
+
+    recipe, notes, seconds = team.decide("choose formats", search)
+    return Settled(
+        replace(options, recipe=recipe, kv_cache=None, effective_bits=None), notes, seconds
+    )
 
 
 def _check_alike(request: Request, team: Team) -> None:

@@ -36,15 +36,15 @@ def run_data_free(
     workers: int,
     progress: Progress,
 ) -> None:
-    """Export every unit that no earlier run finished.
+    """Export every unit that no earlier run finished; of several ranks, each exports every so many.
 
-    The bytes do not depend on the number of workers: no value is made of several units.
+    The bytes do not depend on who exports a unit: no value is made of several.
 
     Args:
         job: What to do; its plan needs no calibration.
         exporter: Takes each unit as it is read.
         sink: Where the exporter writes to.
-        log: Knows which units are finished.
+        log: Knows which units are finished; ranks note one each at a time.
         workers: Threads that quantize; one more reads, and the sink's writes.
         progress: Told how far the run is.
     """
@@ -56,18 +56,29 @@ def run_data_free(
             amax = check_finite(loaded.sources)
             return loaded, exporter.export(loaded.unit, loaded.sources, amax)
 
-    left = [unit for unit in units if not log.is_finished(unit)]
+    left = [unit for unit in job.own_units if not log.is_finished(unit)]
+    ranks = job.degrees.world_size if job.degrees is not None else 1
+    finished = [log.is_finished(unit) for unit in units]
+    # As many as the rank that has most of them: the others take part in noting those.
+    rounds = max(finished[rank::ranks].count(False) for rank in range(ranks))
+    before = finished.count(True)
     with (
         ThreadPoolExecutor(1, "reader") as reader,
         ThreadPoolExecutor(workers, "quantizer") as quantizers,
     ):
         ready = _ahead(reader, loader.load, left, 1)
-        before = len(units) - len(left)
-        for done, (loaded, written) in enumerate(_ahead(quantizers, export, ready, workers)):
+        exported = _ahead(quantizers, export, ready, workers)
+        for done in range(rounds):
+            found = next(exported, None)
             log.settle()
+            if found is None:
+                log.idle()
+                continue
+            loaded, written = found
             log.finish(loaded.unit, written, exporter, sink)
             sink.then(partial(loader.release, loaded))
-            progress(f"unit {loaded.unit.name}", before + done + 1, len(units))
+            so_far = min(before + ranks * (done + 1), len(units))
+            progress(f"unit {loaded.unit.name}", so_far, len(units))
         log.settle()
 
 

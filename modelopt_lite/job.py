@@ -76,7 +76,9 @@ class Job:
 
     @property
     def own_units(self) -> list[Unit]:
-        """The plan's units but for the experts of other ranks."""
+        """The plan's units but for the experts of other ranks; without data they are dealt out."""
+        if self.plan.by_tensor and self.degrees is not None:
+            return self.plan.units[self.rank :: self.degrees.world_size]
         return [unit for unit in self.plan.units if self.owns(unit)]
 
     def owns(self, unit: Unit) -> bool:

@@ -173,7 +173,7 @@ class _Walk:
         # Here, where a bad value can be named: products would spread it.
         self._amax[loaded.unit.name] = check_finite(loaded.sources)
         if loaded.unit.parent in self._written:  # experts of a layer that is quantized already
-            self._exporter.replace(loaded)
+            self._crew.replace_part(loaded)
             return
         entries = self._model.state_dict(keep_vars=True) if not loaded.unit.name else None
         self._watch.watch(
@@ -204,12 +204,13 @@ class _Walk:
         amax, written = self._amax.pop(unit.name), self._written.pop(unit.name, None)
         if written is not None:
             self._watch.resume(self._watched)
-            self._exporter.forget()
+            self._crew.forget()
         self.wait()
         if unit.parent is None:  # ranks talk to each other on this thread alone
             self._log.settle()
         if written is None and self._is_exported(unit):
             self._crew.learn(unit)
+            self._crew.choose(unit, loaded.sources)
         self._behind.start(partial(self._finish, loaded, amax, written, give_back))
         self._left.append(unit.name)
 

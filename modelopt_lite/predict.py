@@ -17,7 +17,7 @@ from typing import Any
 
 from modelopt_lite.calibrate.data import CalibrationData
 from modelopt_lite.checkpoint.behind import QUEUE_LIMIT
-from modelopt_lite.checkpoint.dequant import DequantizedSource
+from modelopt_lite.checkpoint.dequant import DequantizedSource, Source
 from modelopt_lite.checkpoint.shards import ExportLayout
 from modelopt_lite.export.configs import config_texts
 from modelopt_lite.job import Job, collector_paused
@@ -339,8 +339,12 @@ def _bytes_read(job: Job) -> int:
     source = job.source
     unread = dict.fromkeys(source.dropped) if isinstance(source, DequantizedSource) else {}
     size = source.total_bytes
-    foreign = [unit for unit in job.plan.units if not job.owns(unit)]
-    if foreign:
+    own = {unit.name for unit in job.own_units}
+    foreign = [unit for unit in job.plan.units if unit.name not in own]
+    if foreign and job.plan.by_tensor:
+        for name in (name for unit in foreign for name in unit.entries):
+            unread |= dict.fromkeys(_stored(source, name))
+    elif foreign:
         store = job.store()
         for unit in foreign:
             if unit.of_stack and unit.experts is not None and job.rank:  # rank 0 makes the export
@@ -348,7 +352,12 @@ def _bytes_read(job: Job) -> int:
                 size -= sum(sizes) * len(unit.experts) // unit.count
         apart = (unit for unit in foreign if not unit.of_stack)
         for name in (name for unit in apart for name in store.sources_of(unit)):
-            parts = source.consumed.get(name) if isinstance(source, DequantizedSource) else None
-            unread |= dict.fromkeys(parts or (name,))
+            unread |= dict.fromkeys(_stored(source, name))
     tensors = source.base.tensors if isinstance(source, DequantizedSource) else source.tensors
     return size - sum(tensors[name].nbytes for name in unread)
+
+
+def _stored(source: Source, name: str) -> Sequence[str]:
+    """Return the stored tensors that a tensor is read from."""
+    parts = source.consumed.get(name) if isinstance(source, DequantizedSource) else None
+    return tuple(parts or (name,))

@@ -98,6 +98,9 @@ class UnitLog:
             sink.wait(self._last)
         self._last = sink.then(partial(self._commit, entry, step))
 
+    def idle(self) -> None:
+        """Finish no unit, where other ranks finish one."""
+
     def settle(self) -> None:
         """Have what several ranks must agree on settled; see `ranks.log`."""
 

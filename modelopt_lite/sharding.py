@@ -6,7 +6,8 @@ import importlib.metadata
 from functools import reduce
 from math import gcd
 
-from modelopt_lite.errors import SpecError
+from modelopt_lite.calibrate.algorithms import make_algorithm
+from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.job import Job, layer_parts, split_layers
 from modelopt_lite.offload.expert_parts import joined
 from modelopt_lite.parallel.degrees import Degrees, choose_degrees
@@ -30,13 +31,19 @@ def degrees_for(job: Job, world_size: int, ep: int | None) -> Degrees:
     """Choose the degrees of a run.
 
     Raises:
-        RecipeError: What the user asks for cannot be.
+        RecipeError: What the user asks for cannot be, or the recipe runs in one process only.
         SpecError: The model's experts cannot be sharded.
     """
     if world_size == 1 and ep is None:
         return Degrees(1, 1)
+    if not job.plan.needs_calibration:  # no pass, no experts: runs of tensors are dealt out
+        if ep is not None:
+            job.plan.notes.append(f"ep={ep} counts for nothing: the recipe needs no data")
+        return Degrees(1, world_size)
+    if world_size > 1:
+        _check_joined(job)
     counts = experts_of_layers(job)
-    together = {m.experts: m.name for m in job.plan.matrices if m.experts} if job.model else {}
+    together = {m.experts: m.name for m in job.plan.matrices if m.experts}
     degrees = choose_degrees(world_size, reduce(gcd, counts.values(), 0), ep)
     if ep == 1 or (degrees.ep == 1 and not together):
         return degrees
@@ -53,6 +60,17 @@ def degrees_for(job: Job, world_size: int, ep: int | None) -> Degrees:
     return degrees
 
 
+def _check_joined(job: Job) -> None:
+    """Refuse what needs more of all ranks than they tell each other."""
+    recipe, numerics = job.plan.recipe, job.plan.numerics
+    algorithm = make_algorithm(recipe.algorithm, numerics)
+    if algorithm is not None and algorithm.rounded:
+        raise RecipeError(
+            f"{recipe.name} with numerics={numerics!r} runs all batches a second time with rounded "
+            "inputs, which several ranks do not do; run it in one process, or with exact numerics"
+        )
+
+
 def shard(job: Job, degrees: Degrees, rank: int) -> None:
     """Have a job bring in what one rank owns; may be called again for another rank.
 
@@ -60,7 +78,7 @@ def shard(job: Job, degrees: Degrees, rank: int) -> None:
         SpecError: The model's plan does not say that what would be sharded are experts.
     """
     job.degrees, job.rank = degrees, rank
-    if job.model is None:
+    if not job.plan.needs_calibration:
         return
     if degrees.ep == 1:
         held = whole_experts(job.plan.spec, (name for name, _ in job.model.named_parameters()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -34,6 +35,7 @@ class Weight:
         seen: What entered there, None where nothing did.
         amax: [K], the largest magnitude of each channel of its inputs, None where nothing was seen.
         read: Returns its values [R, K] in the dtype on disk, never to be written.
+        own: Whether they are at hand; else another process has them, and ``seen`` has no rows.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Weight:
     seen: Seen | None
     amax: Tensor | None
     read: Callable[[], Tensor]
+    own: bool = True
 
     @property
     def role(self) -> str:
@@ -57,6 +60,13 @@ class Weight:
 
 
 Step = Callable[[Tensor], Tensor]
+Each = Callable[[Sequence[Weight], Callable[[Weight], Any]], list[Any]]
+"""Does some work for each of several matrices, and returns what it gave, in their order."""
+
+
+def here(weights: Sequence[Weight], work: Callable[[Weight], Any]) -> list[Any]:
+    """Do it all in this process."""
+    return [work(weight) for weight in weights]
 
 
 @dataclass(slots=True)
@@ -132,5 +142,12 @@ class Algorithm(ABC):
         return 0
 
     @abstractmethod
-    def choose(self, weights: Sequence[Weight]) -> Choices:
-        """Return what becomes of each of a group of matrices that read the same tensor."""
+    def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
+        """Return what becomes of each of a group of matrices that read the same tensor.
+
+        Args:
+            weights: The group; where some are not this process's own, what it returns of them need
+                only have the scale that all share, and the amax of inputs.
+            each: Does what is done for each matrix alone, where its values are. Only what smooths
+                inputs is given another one than `here`.
+        """

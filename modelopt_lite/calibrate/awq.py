@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from modelopt_lite.calibrate.algorithm import Algorithm, Choices, Weight
+from modelopt_lite.calibrate.algorithm import Algorithm, Choices, Each, Weight, here
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.calibrate.peer import fake_quantize_as_peer, peer_problem
 from modelopt_lite.calibrate.smoothing import (
@@ -58,29 +58,28 @@ class AWQLite(Algorithm):
         """See `Algorithm`: the matrix, scaled, and rounded; inputs; products, twice as float64."""
         return 13 * rows * columns + 6 * seen * columns + 12 * seen * rows
 
-    def choose(self, weights: Sequence[Weight]) -> Choices:
+    def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""
         if self.numerics == "modelopt":
             return averaged_choices(weights, [self._peer_scale(weight) for weight in weights])
-        return shared_choices(weights, 1 / self._shared_scale(weights))
+        return shared_choices(weights, 1 / self._shared_scale(weights, each), each)
 
-    def _shared_scale(self, weights: Sequence[Weight]) -> Tensor:
+    def _shared_scale(self, weights: Sequence[Weight], each: Each) -> Tensor:
         """Return the scale [K] of columns under which all matrices together lose least."""
         w_K, rows = torch.zeros(()), 0
         seen = {weight.site: weight.seen for weight in weights if weight.seen is not None}
-        for weight in weights:
-            sizes_RK = _column_sizes(weight.read(), weight.format.group_size)
-            w_K = w_K.to(sizes_RK.device) + sizes_RK.sum(0, dtype=torch.float32)
-            rows += len(sizes_RK)
+        for sum_K, count in each(weights, _summed_sizes):
+            w_K = w_K.to(sum_K.device) + sum_K
+            rows += count
         if not seen:
             return torch.ones_like(w_K)
         x_K = torch.stack([s.sum for s in seen.values() if s.sum is not None]).sum(0)
         count = sum(s.count for s in seen.values())
         scales = [channel_scale(x_K / count, w_K / rows, alpha) for alpha in self._alphas]
         losses = torch.zeros(len(scales), dtype=torch.float64, device=w_K.device)
-        for weight in weights:
-            if weight.seen is not None:
-                losses += _losses(weight, scales)
+        reached = [weight for weight in weights if weight.seen is not None]
+        for loss in each(reached, lambda weight: _losses(weight, scales)):
+            losses += loss
         return scales[int(losses.argmin())]
 
     def _peer_scale(self, weight: Weight) -> Tensor:
@@ -121,6 +120,12 @@ def _column_sizes(w_RK: Tensor, block: int | None) -> Tensor:
     size = w_RK.abs().contiguous().view(-1, block or w_RK.shape[1])
     largest = size.amax(dim=1, keepdim=True)
     return (size / (largest + torch.finfo(w_RK.dtype).tiny)).view(w_RK.shape)
+
+
+def _summed_sizes(weight: Weight) -> tuple[Tensor, int]:
+    """Return the sums [K], float32, over rows of what `_column_sizes` gives, and their number."""
+    sizes_RK = _column_sizes(weight.read(), weight.format.group_size)
+    return sizes_RK.sum(0, dtype=torch.float32), len(sizes_RK)
 
 
 def _losses(weight: Weight, scales: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,11 @@ from modelopt_lite.formats.base import Numerics
 class Seen(Protocol):
     """What was seen of the keys, or the values, of one layer."""
 
-    def add(self, x: Tensor) -> None:
-        """Take [B, heads, T, head_dim] into account."""
+    def part(self, x: Tensor) -> Any:
+        """Return what is needed of one call's [B, heads, T, head_dim]; it can be sent on."""
+
+    def take(self, part: Any) -> None:
+        """Take a part into account, here or in another process; the order counts."""
 
     @property
     def amax(self) -> Tensor:
@@ -34,8 +37,11 @@ class _Plain:
     def __init__(self) -> None:
         self.amax = torch.zeros(())
 
-    def add(self, x: Tensor) -> None:
-        self.amax = torch.maximum(self.amax.to(x), _amax(x))
+    def part(self, x: Tensor) -> Tensor:
+        return _amax(x)
+
+    def take(self, part: Tensor) -> None:
+        self.amax = torch.maximum(self.amax.to(part), part)
 
 
 class _Centred:
@@ -48,14 +54,19 @@ class _Centred:
         self._total = self._low = self._high = torch.zeros(())
         self._count = 0
 
-    def add(self, x: Tensor) -> None:
+    def part(self, x: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
+        ends = x.amin(dim=(0, 2), keepdim=True), x.amax(dim=(0, 2), keepdim=True)
+        total = x.sum(dim=(0, 2), keepdim=True, dtype=torch.float64)
+        return total, x.shape[0] * x.shape[2], *ends
+
+    def take(self, part: tuple[Tensor, int, Tensor, Tensor]) -> None:
+        total, count, low, high = part
         if not self._count:
-            self._total = torch.zeros_like(x[:1, :, :1], dtype=torch.float64)
-            self._low = self._high = x[:1, :, :1]
-        self._total += x.sum(dim=(0, 2), keepdim=True, dtype=torch.float64)
-        self._count += x.shape[0] * x.shape[2]
-        self._low = torch.minimum(self._low, x.amin(dim=(0, 2), keepdim=True))
-        self._high = torch.maximum(self._high, x.amax(dim=(0, 2), keepdim=True))
+            self._total, self._low, self._high = torch.zeros_like(total), low, high
+        self._total += total
+        self._count += count
+        self._low = torch.minimum(self._low, low)
+        self._high = torch.maximum(self._high, high)
 
     @property
     def bias(self) -> Tensor:
@@ -77,7 +88,11 @@ class _CentredByCall:
         self.bias = self.amax = torch.zeros(())
         self._calls = 0
 
-    def add(self, x: Tensor) -> None:
+    def part(self, x: Tensor) -> Tensor:
+        return x  # distances are from what is known by then
+
+    def take(self, part: Tensor) -> None:
+        x = part
         mean = x.mean(dim=(0, 2), keepdim=True)
         total = self.bias.float() * self._calls + mean.float()
         self._calls += 1
@@ -103,10 +118,18 @@ class CacheStats:
 
     def visit(self, module: str, key: Tensor, value: Tensor) -> None:
         """Take one call into account; keys and values are [B, heads, T, head_dim]."""
-        for stats, x in ((self.key, key.detach()), (self.value, value.detach())):
+        self.take(module, self.part(key.detach()), self.part(value.detach()))
+
+    def part(self, x: Tensor) -> Any:
+        """Return what `take` needs of the keys, or the values, of one call."""
+        return self.empty().part(x)
+
+    def take(self, module: str, key: Any, value: Any) -> None:
+        """Take the parts of one call into account; calls come in their order."""
+        for stats, part in ((self.key, key), (self.value, value)):
             if module not in stats:
                 stats[module] = self.empty()
-            stats[module].add(x)
+            stats[module].take(part)
 
     def empty(self) -> Seen:
         """Return what sees the keys or the values of one module."""

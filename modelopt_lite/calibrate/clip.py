@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Step, Weight
+from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Each, Step, Weight, here
 from modelopt_lite.calibrate.awq import AWQLite
 from modelopt_lite.calibrate.mse import shared_amax
 from modelopt_lite.calibrate.observe import Site
@@ -53,7 +53,7 @@ class AWQClip(Algorithm):
             return "it has neither INT4 blocks nor an NVFP4 scale of the whole to clip by"
         return peer_problem(fmt) if self.numerics == "modelopt" else None
 
-    def choose(self, weights: Sequence[Weight]) -> Choices:
+    def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""
         by_scale: dict[str, list[Weight]] = {}
         for weight in weights:
@@ -148,12 +148,12 @@ class AWQFull(Algorithm):
         """See `Algorithm`."""
         return self._lite.scratch(rows, columns, seen)
 
-    def choose(self, weights: Sequence[Weight]) -> Choices:
+    def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""
-        choices = self._lite.choose(weights)
-        clipped = self._clip.choose([_smoothed(w, choices[w.key]) for w in weights])
-        for key, choice in choices.items():
-            choice.amax, choice.scale_amax = clipped[key].amax, clipped[key].scale_amax
+        choices = self._lite.choose(weights, each)
+        clipped = self._clip.choose([_smoothed(w, choices[w.key]) for w in weights if w.own])
+        for key, choice in clipped.items():
+            choices[key].amax, choices[key].scale_amax = choice.amax, choice.scale_amax
         return choices
 
 

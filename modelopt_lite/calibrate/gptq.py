@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Weight
+from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Each, Weight, here
 from modelopt_lite.calibrate.peer import integer_factor, round_to_steps
 from modelopt_lite.calibrate.statistics import Kind
 from modelopt_lite.formats import base, nvfp4
@@ -46,7 +46,7 @@ class GPTQ(Algorithm):
         """See `Algorithm`: the matrix twice; products of inputs, their factors and inverse."""
         return 8 * rows * columns + 16 * columns**2
 
-    def choose(self, weights: Sequence[Weight]) -> Choices:
+    def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""
         shared: dict[str, Tensor] = {}
         for weight in weights:

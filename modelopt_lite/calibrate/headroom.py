@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Weight
+from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Each, Weight, here
 from modelopt_lite.calibrate.statistics import LOG2_RANGE, Kind, histogram_bins
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.formats import inputs
@@ -67,7 +67,7 @@ class ActHeadroom(Algorithm):
             return None
         return "its inputs have no global scale of NVFP4 to leave room in"
 
-    def choose(self, weights: Sequence[Weight]) -> Choices:
+    def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`; all that read one tensor share the scale of what entered any."""
         seen = {weight.site: weight.seen for weight in weights if weight.seen is not None}
         counts = [s.histogram for s in seen.values() if s.histogram is not None]

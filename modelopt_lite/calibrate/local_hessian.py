@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Weight
+from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Each, Weight, here
 from modelopt_lite.calibrate.clip import quadratic
 from modelopt_lite.calibrate.mse import amax_of_scales, shared_amax
 from modelopt_lite.calibrate.peer import round_to_steps
@@ -38,7 +38,7 @@ class LocalHessian(Algorithm):
         """See `Algorithm`."""
         return sweep_problem(fmt)
 
-    def choose(self, weights: Sequence[Weight]) -> Choices:
+    def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""
         shared = shared_amax(weights)
         choices = {}

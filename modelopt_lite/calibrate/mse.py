@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Weight
+from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Each, Weight, here
 from modelopt_lite.calibrate.peer import round_to_steps, static_steps
 from modelopt_lite.calibrate.sweep import best_block_scales, sweep_problem
 from modelopt_lite.formats import base, nvfp4
@@ -53,7 +53,7 @@ class MeanSquaredError(Algorithm):
             return None
         return "its scales follow from the largest magnitudes, whatever the error"
 
-    def choose(self, weights: Sequence[Weight]) -> Choices:
+    def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""
         shared = shared_amax(weights)
         choices = {}

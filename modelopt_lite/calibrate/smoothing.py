@@ -13,20 +13,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from modelopt_lite.calibrate.algorithm import Choice, Choices, Step, Weight
+from modelopt_lite.calibrate.algorithm import Choice, Choices, Each, Step, Weight, here
 
 MIN_SCALE = 1e-4
 MAX_SCALE = 1e4
 
 
-def shared_choices(weights: Sequence[Weight], scale_K: Tensor) -> Choices:
+def shared_choices(weights: Sequence[Weight], scale_K: Tensor, each: Each = here) -> Choices:
     """Smooth all matrices by one scale, each rounded once.
 
     Args:
         weights: What reads the tensor.
         scale_K: float32 [K] > 0; rounded to the dtype of the weights, and then used as it is.
+        each: See `Algorithm`.
     """
-    dtype = weights[0].read().dtype
+    [dtype] = each(weights[:1], lambda weight: weight.read().dtype)
     scale_K = scale_K.to(dtype)
 
     def smooth(w_RK: Tensor) -> Tensor:

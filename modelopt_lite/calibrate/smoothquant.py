@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from modelopt_lite.calibrate.algorithm import Algorithm, Choices, Weight
+from modelopt_lite.calibrate.algorithm import Algorithm, Choices, Each, Weight, here
 from modelopt_lite.calibrate.smoothing import (
     MAX_SCALE,
     MIN_SCALE,
@@ -41,16 +41,16 @@ class SmoothQuant(Algorithm):
         """See `Algorithm`."""
         return None if fmt.inputs.rounds else "it leaves inputs as they are, so none need smoothing"
 
-    def choose(self, weights: Sequence[Weight]) -> Choices:
+    def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""
         if self.numerics == "modelopt":
             return averaged_choices(weights, [self._scale([weight]) for weight in weights])
-        return shared_choices(weights, self._scale(weights))
+        return shared_choices(weights, self._scale(weights, each), each)
 
-    def _scale(self, weights: Sequence[Weight]) -> Tensor:
+    def _scale(self, weights: Sequence[Weight], each: Each = here) -> Tensor:
         """Return one scale [K], float32, for some matrices; 1 where nothing was seen."""
         found = [w.amax for w in weights if w.amax is not None]
-        w_amax_K = torch.stack([w.read().abs().amax(0) for w in weights]).amax(0)
+        w_amax_K = torch.stack(each(weights, lambda w: w.read().abs().amax(0))).amax(0)
         if not found:
             return torch.ones_like(w_amax_K, dtype=torch.float32)
         x_amax_K = torch.stack(found).amax(0).float()

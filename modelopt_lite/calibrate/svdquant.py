@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Weight
+from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Each, Weight, here
 from modelopt_lite.calibrate.awq import AWQLite
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.calibrate.statistics import Kind
@@ -44,12 +44,13 @@ class SVDQuant(Algorithm):
         """See `Algorithm`: in float64 the matrix, its copy and its singular vectors."""
         return max(36 * rows * columns, self._lite.scratch(rows, columns, seen))
 
-    def choose(self, weights: Sequence[Weight]) -> Choices:
+    def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""
-        choices = self._lite.choose(weights)
+        choices = self._lite.choose(weights, each)
         together: dict[str, list[Weight]] = {}
         for weight in weights:
-            together.setdefault(weight.together, []).append(weight)
+            if weight.own:
+                together.setdefault(weight.together, []).append(weight)
         for members in together.values():
             if self.numerics == "modelopt":
                 self._as_peer(members, choices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,14 @@ from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.errors import CalibrationError, SpecError
 from modelopt_lite.export.inputs import amax_of_groups, sites_of
+from modelopt_lite.export.made import Made
 from modelopt_lite.export.quantize import (
     Write,
     check_finite,
     matrix_value,
     quantize_matrices,
 )
-from modelopt_lite.export.treat import ReadThrough, Treated, folds_by_tensor
+from modelopt_lite.export.treat import ReadThrough, Sharing, Treated, folds_by_tensor
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.base import rounded_up
 from modelopt_lite.formats.linear import FORMATS, ErrorReport
@@ -96,6 +97,7 @@ class Exporter:
         _check_groups(plan.matrices, whole)
         self._algorithm = make_algorithm(plan.recipe.algorithm, plan.numerics)
         self._folds = folds_by_tensor(plan)
+        self._chosen: dict[str, Treated] = {}  # beforehand
         self._last: Treated | None = None
         self._last_sources: Mapping[str, Tensor] = {}
         self.errors: dict[str, ErrorReport] = {}
@@ -118,7 +120,7 @@ class Exporter:
             sources: Name on disk -> values, which must not change until the sink has written them.
             amax: Name on disk -> largest magnitude, as `check_finite` gives it.
             own: Where an algorithm treats a whole layer: which of it and its parts are exported
-                here; None: all.
+                here; None: all. Scales of inputs that it sets are chosen with all in view.
 
         Returns:
             The names that they have in the export.
@@ -128,10 +130,13 @@ class Exporter:
         if self._algorithm is not None:
             if unit.parent is not None:
                 return []  # scales are chosen for the whole layer, which reads its parts again
-            units += self._parts.get(unit.name, ())
-            units = units if own is None else list(own)
+            whole = [unit.name, *self._parts.get(unit.name, ())]
+            units = whole if own is None else list(own)
+            sets_inputs = self._plan.recipe.algorithm.sets_inputs and unit.name in units
+            matrices = self._destinations[0].of_units(whole if sets_inputs else units)
             sources = ReadThrough(sources, self._source)
-            treated = self._treat(self._algorithm, self._destinations[0].of_units(units), sources)
+            treated = self._chosen.pop(unit.name, None)
+            treated = treated or self._treat(self._algorithm, matrices, sources)
             if self._algorithm.sequential:
                 self._last, self._last_sources = treated, sources
         for to in self._destinations:
@@ -159,13 +164,31 @@ class Exporter:
                 self._write_copy(copy, kept, names)
         return names
 
+    def choose(self, unit: Unit, sources: Mapping[str, Tensor], shared: Sharing) -> Treated:
+        """Choose, with other processes, what becomes of a layer's matrices, before it is exported.
+
+        Args:
+            unit: The layer; what its own matrices read has been seen, in full.
+            sources: Of its tensors outside of its parts, as for `export`.
+            shared: How; every process calls this.
+        """
+        assert self._algorithm is not None
+        matrices = self._of_whole(unit)
+        sources = ReadThrough(sources, self._source)
+        self._chosen[unit.name] = self._treat(self._algorithm, matrices, sources, shared)
+        return self._chosen[unit.name]
+
     def _treat(
-        self, algorithm: Algorithm, matrices: Sequence[Matrix], sources: Mapping[str, Tensor]
+        self,
+        algorithm: Algorithm,
+        matrices: Sequence[Matrix],
+        sources: Mapping[str, Tensor],
+        shared: Sharing | None = None,
     ) -> Treated:
         """Choose what becomes of a layer's matrices, and forget what entered them."""
         statistics = self.evidence.statistics
         treated = Treated(
-            self._plan, algorithm, matrices, lambda m: matrix_value(m, sources), statistics
+            self._plan, algorithm, matrices, lambda m: matrix_value(m, sources), statistics, shared
         )
         statistics.drop(site for m in matrices for site in sites_of(m, m.seen_at))
         return treated
@@ -187,20 +210,21 @@ class Exporter:
 
     def replace(self, loaded: Loaded) -> None:
         """Put what the last exported layer has become into a unit of it that is in memory."""
+        for made in self.made([loaded.unit.name]):
+            if made.entry in loaded.buffers:  # not of experts that are one tensor on disk
+                made.put_into(loaded)
+
+    def made(self, units: Sequence[str]) -> Iterator[Made]:
+        """Yield what the matrices of some units of the last exported layer have become."""
         assert self._last is not None
-        names, experts = self._plan.names, loaded.unit.experts
-        for matrix in self._destinations[0].of_units([loaded.unit.name]):
+        names = self._plan.names
+        for matrix in self._destinations[0].of_units(units):
             place = names.place(matrix.source)
             assert place is not None  # as the plan has it
-            entry, region = place
-            target = loaded.buffers[names.resolve(entry)]
-            if loaded.unit.is_stacked and experts is not None and isinstance(region[0], int):
-                region = (region[0] - experts.start, *region[1:])
-            target = target[region] if region else target
-            target = target[matrix.region] if matrix.region else target
             value = self._last.weight(matrix, matrix_value(matrix, self._last_sources))
             turned = matrix.input_major and value.ndim == 2
-            target.copy_(value.mT if turned else value)
+            entry, region = place
+            yield Made(names.resolve(entry), region, matrix.region, value.mT if turned else value)
 
     def forget(self) -> None:
         """Let go of the last exported layer."""

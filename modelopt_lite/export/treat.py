@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from graphlib import TopologicalSorter
 
 import torch
 from torch import Tensor
 
-from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Weight
+from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Each, Weight, here
 from modelopt_lite.calibrate.statistics import Statistics
 from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.export.inputs import sites_of
@@ -22,6 +23,29 @@ from modelopt_lite.readers import Fold
 Values = Callable[[Matrix], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How several processes choose what becomes of a layer's matrices.
+
+    Attributes:
+        rank: This process.
+        owner: Which one has a matrix's values, and the rows that entered it.
+        each: See `Algorithm`; every process calls it for groups whose matrices have several owners.
+    """
+
+    rank: int
+    owner: Callable[[Matrix], int]
+    each: Each
+
+    def own(self, matrix: Matrix) -> bool:
+        """Whether this process has a matrix."""
+        return self.owner(matrix) == self.rank
+
+
+def _at_hand(matrix: Matrix) -> bool:
+    return True
+
+
 class Treated:
     """What becomes of the matrices and other tensors of one layer.
 
@@ -31,6 +55,7 @@ class Treated:
         matrices: All matrices of the layer.
         values: Returns a matrix as [R, K], or a stack as on disk.
         statistics: What entered the matrices.
+        shared: How several processes choose together; None for one.
     """
 
     def __init__(
@@ -40,6 +65,7 @@ class Treated:
         matrices: Sequence[Matrix],
         values: Values,
         statistics: Statistics,
+        shared: Sharing | None = None,
     ) -> None:
         self._plan = plan
         self._choices: Choices = {}
@@ -53,9 +79,18 @@ class Treated:
         # Rows that take up a scale are searched as they will be, so that scale comes before.
         searched = self._with_rows(values) if plan.numerics == "exact" else values
         for group in _in_order(groups, plan.rows, self._reads):
-            weights = [w for m in groups[group] for w in _weights(m, searched, statistics, peers)]
+            owners = {shared.owner(m) for m in groups[group]} if shared is not None else set()
+            if shared is not None and len(owners) == 1 and shared.rank not in owners:
+                continue  # another's alone
+            own = shared.own if shared is not None else _at_hand
+            weights = [
+                replace(w, own=own(m))
+                for m in groups[group]
+                for w in _weights(m, searched, statistics, peers)
+            ]
             left = [w.key for w in weights if not smooths and algorithm.problem(w.format)]
-            choices = algorithm.choose([w for w in weights if w.key not in left])
+            each = shared.each if shared is not None and len(owners) > 1 else here
+            choices = algorithm.choose([w for w in weights if w.key not in left], each)
             choices.update((key, Choice()) for key in left)
             self._choices.update(choices)
             scale = choices[weights[0].key].pre_quant_scale
@@ -126,6 +161,16 @@ class Treated:
             self._choices.get(key) for key in self._keys(matrix)
         )  # not of other ranks' experts
         return [c.input_amax for c in found if c is not None and c.input_amax is not None]
+
+    def chosen_inputs(self) -> dict[tuple[str, int | None], Tensor]:
+        """Return the largest magnitudes of what enters matrices, as far as they were chosen."""
+        found = {key: choice.input_amax for key, choice in self._choices.items()}
+        return {key: amax for key, amax in found.items() if amax is not None}
+
+    def take_inputs(self, found: Mapping[tuple[str, int | None], Tensor]) -> None:
+        """Take what another process chose for its matrices."""
+        for key, amax in found.items():
+            self._choices.setdefault(key, Choice(input_amax=amax))
 
     def _rows(self, name: str) -> Tensor | None:
         """Return the scale [R, 1] that the rows of a matrix take up."""

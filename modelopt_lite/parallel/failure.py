@@ -181,7 +181,8 @@ class Failures:
             "keeps": keeps_work(error),
         }
         key = self._key("error")
-        if self._store.add(self._key("failed"), 1) > 1:  # another was first
+        if self._store.add(self._key("failed"), 1) > 1:  # another was first, and waits
+            self._store.add(self._key("ended"), 1)
             return
         self._store.set(key, json.dumps(told))
         deadline = time.monotonic() + _CLEANING

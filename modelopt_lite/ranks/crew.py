@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from modelopt_lite.calibrate.cache import CacheStats
+from modelopt_lite.calibrate.algorithm import Weight
 from modelopt_lite.calibrate.model_code import model_code
-from modelopt_lite.calibrate.observe import InputStats, InputWatch, Site
-from modelopt_lite.errors import InternalError, RecipeError
+from modelopt_lite.calibrate.observe import InputWatch, Site
+from modelopt_lite.errors import InternalError
 from modelopt_lite.export.exporter import Exporter
+from modelopt_lite.export.made import Made
+from modelopt_lite.export.treat import Sharing
 from modelopt_lite.job import Job
 from modelopt_lite.offload.store import Loaded
 from modelopt_lite.offload.stream import StreamedModel
@@ -32,10 +35,11 @@ from modelopt_lite.parallel.experts import (
     sent_experts,
 )
 from modelopt_lite.parallel.team import Team
+from modelopt_lite.plan import Matrix
+from modelopt_lite.ranks.joining import Joining, moved
 from modelopt_lite.ranks.stacks import AmaxOnDemand, ReadStacks
 
 _STATION = "#experts"
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Alone:
@@ -66,6 +70,9 @@ class Alone:
     def learn(self, unit: Unit) -> None:
         """Have all that any rank saw of a unit; called when all passes have left it."""
 
+    def choose(self, unit: Unit, sources: Mapping[str, Tensor]) -> None:
+        """Choose with other processes what becomes of a unit, where that is done together."""
+
     def export(
         self, unit: Unit, sources: Mapping[str, Tensor], amax: Mapping[str, Tensor]
     ) -> list[str]:
@@ -75,6 +82,14 @@ class Alone:
     def replace(self, loaded: Loaded) -> None:
         """Put what a layer without its parts has become into the model."""
         self._exporter.replace(loaded)
+
+    def replace_part(self, loaded: Loaded) -> None:
+        """Put what some experts of that layer have become into the model."""
+        self._exporter.replace(loaded)
+
+    def forget(self) -> None:
+        """Let go of what that layer has become."""
+        self._exporter.forget()
 
     def serve(self, station: str) -> None:
         """Run the experts of a container for all ranks; called when all passes wait there."""
@@ -103,16 +118,17 @@ class Ranks(Alone):
         self._count = batches
         self._own = self._degrees.batches_of(team.rank, batches)
         self.silent = not self._own
-        self._inputs, self._cache = InputStats(), CacheStats()
         self._searches = exporter.searches
-        # Where scales are chosen for all experts of a layer together, one process chooses them.
         recipe = job.plan.recipe
-        self._jointly = recipe.algorithm.smooths or job.plan.numerics == "modelopt"
+        self._jointly = job.plan.numerics == "modelopt"  # rank 0 chooses for all experts of a layer
+        self._smooths = recipe.algorithm.smooths and not self._jointly  # all ranks do, together
+        self._sets_inputs = recipe.algorithm.sets_inputs
         self._stacks = {u.parent for u in job.plan.units if u.of_stack}
-        self._check_joined(exporter)
-        self._log: dict[int, list[tuple[Site, Tensor, bool]]] = {}
+        self._joining = Joining(team, job, exporter, batches)
+        self._made: list[Made] | None = None  # what rank 0 says that this rank's experts became
         self._batch: int | None = None  # whose rows experts run on
         self._containers: dict[str, list[Unit]] = {}
+        self._owners: dict[str, int] = {}  # of parts
         self._sizes: dict[str, int] = {}
         stations: dict[str, list[str]] = {}
         for unit in job.plan.units:
@@ -123,6 +139,8 @@ class Ranks(Alone):
             if station not in of_layer:
                 of_layer.append(station)
             self._sizes[unit.container] = unit.count
+            if unit.experts:
+                self._owners[unit.name] = self._degrees.owner(unit.experts.start, unit.count, 0)
             parts = self._containers.setdefault(unit.container, [])
             if job.owns(unit):
                 parts.append(unit)
@@ -134,42 +152,6 @@ class Ranks(Alone):
         self._products: dict[int, Tensor] = {}
         names = job.plan.names
         self._replaced = {names.resolve(m.entry) for m in job.plan.matrices}
-        self._expert_of: dict[Site, tuple[int, int]] = {}  # (number, of how many)
-        for part in job.plan.units:
-            if part.parent is not None and part.is_stacked:
-                for entry in part.entries:
-                    for number in part.experts or ():
-                        self._expert_of[Site(entry, number)] = number, part.count
-
-    def _check_joined(self, exporter: Exporter) -> None:
-        """Refuse what needs more of all ranks than they tell each other.
-
-        Raises:
-            RecipeError: It says what, and how the run can be made.
-        """
-        recipe = self._job.plan.recipe
-        if self._stacks and exporter.sequential:
-            raise RecipeError(
-                f"{recipe.name} runs layers again with what they have become, and the experts of "
-                "this model are one tensor, which several ranks do not do; run it in one process, "
-                "or give ep=1 (--ep 1)"
-            )
-        if exporter.rounded:
-            raise RecipeError(
-                f"{recipe.name} with numerics='modelopt' runs all batches a second time with "
-                "rounded inputs, which several ranks do not do; run it in one process, or with "
-                "exact numerics"
-            )
-        if recipe.algorithm.sets_inputs:
-            raise RecipeError(
-                f"{recipe.name} chooses scales of inputs from the spread of all batches, "
-                "which several ranks do not join; run it in one process"
-            )
-        if self._evidence.cache.affine and self._job.plan.kv_cache:
-            raise RecipeError(
-                "a KV cache with biases takes means over all batches in their order, which several "
-                "ranks do not have; run it in one process, or choose kv_cache: fp8"
-            )
 
     def batches(self, batches: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return this rank's share, or the first batch where it has none."""
@@ -177,20 +159,38 @@ class Ranks(Alone):
 
     def visit(self, site: Site, x: Tensor, batched: bool) -> None:
         """Take into account what enters a weight."""
-        self._inputs.visit(site, x, batched)
-        if not self._evidence.statistics.wants(site):
-            return
-        if site in self._expert_of and self._degrees.edp == 1:  # all batches come here, in order
-            self._evidence.statistics.visit(site, x, batched)
-            return
         assert self._streamed is not None
         batch = self._streamed.current if self._batch is None else self._batch
-        self._log.setdefault(batch, []).append((site, x.detach().clone(), batched))
+        self._joining.visit(batch, site, x, batched)
 
     def visit_cache(self, module: str, key: Tensor, value: Tensor) -> None:
         """Take keys and values into account."""
         if not self.silent:
-            self._cache.visit(module, key, value)
+            assert self._streamed is not None
+            self._joining.visit_cache(self._streamed.current, module, key, value)
+
+    def choose(self, unit: Unit, sources: Mapping[str, Tensor]) -> None:
+        """Choose scales that all experts of a layer share, each rank by its own experts."""
+        if not self._smooths or unit.parent is not None or unit.name in self._stacks:
+            return
+        shared = Sharing(self._team.rank, self._owner, self._each)
+        treated = self._exporter.choose(unit, sources, shared)
+        for found in self._team.collect(
+            f"{unit.name}: inputs", moved(treated.chosen_inputs(), "cpu")
+        ):
+            treated.take_inputs(found)
+
+    def _owner(self, matrix: Matrix) -> int:
+        """The rank that exports a matrix: of those that hold an expert the first, else rank 0."""
+        return self._owners.get(matrix.unit, 0)
+
+    def _each(self, weights: Sequence[Weight], work: Callable[[Weight], Any]) -> list[Any]:
+        """Have each rank do the work for its own matrices, and tell the others what it gave."""
+        own = {n: moved(work(w), "cpu") for n, w in enumerate(weights) if w.own}
+        found: dict[int, Any] = {}
+        for told in self._team.everyone("choose", own):
+            found.update(told)
+        return [moved(found[n], self._job.device) for n in range(len(weights))]
 
     def export(
         self, unit: Unit, sources: Mapping[str, Tensor], amax: Mapping[str, Tensor]
@@ -210,6 +210,8 @@ class Ranks(Alone):
         if self._jointly:
             return self._exporter.export(unit, sources, amax) if first else []
         parts = [u.name for u in self._job.own_units if u.parent == unit.name]
+        if self._smooths and not self._degrees.writes(self._team.rank):
+            parts = []  # whoever chose for them writes them
         own = [unit.name, *parts] if first else parts
         return self._exporter.export(unit, sources, amax, own=own)
 
@@ -223,6 +225,43 @@ class Ranks(Alone):
         )
         for entry, value in zip(entries, values, strict=True):
             loaded.buffers[entry].copy_(value)
+        if self._jointly or loaded.unit.name in self._stacks:
+            self._made = self._team.send(f"{loaded.unit.name}: experts", self._deal(loaded.unit))[0]
+
+    def _deal(self, unit: Unit) -> list[list[Made]]:
+        """On rank 0, return for each rank what its experts of a layer have become."""
+        dealt: list[list[Made]] = [[] for _ in range(self._team.world_size)]
+        if not self._team.is_first:
+            return dealt
+        parts = [part.name for part in self._job.plan.units if part.parent == unit.name]
+        for made in self._exporter.made([unit.name, *parts]):
+            for one in [made] if made.region else _experts_of(made):
+                number = one.region[0]
+                site = Site(one.entry, number) if isinstance(number, int) else None
+                if site not in self._joining.expert_of:
+                    continue
+                count = self._joining.expert_of[site][1]
+                # A view would be sent with all that it is a view of.
+                alone = replace(one, value=one.value.cpu().clone())
+                for rank, of_rank in enumerate(dealt):
+                    if number in self._degrees.experts_of(rank, count):
+                        of_rank.append(alone)
+        return dealt
+
+    def replace_part(self, loaded: Loaded) -> None:
+        """Put what some experts of a layer have become into the model."""
+        if self._made is None:
+            self._exporter.replace(loaded)
+            return
+        experts = loaded.unit.experts or ()
+        for made in self._made:
+            if made.entry in loaded.buffers and made.region[0] in experts:
+                made.put_into(loaded)
+
+    def forget(self) -> None:
+        """Let go of what a layer has become."""
+        self._exporter.forget()
+        self._made = None
 
     def everyone(self, what: str, value: Any) -> list[Any]:
         """Return what each rank gives; see `Team.everyone`."""
@@ -279,89 +318,18 @@ class Ranks(Alone):
 
     def learn(self, unit: Unit) -> None:
         """Join what all ranks saw of a unit, and, of a layer, its experts."""
-        if unit.parent is not None:
-            return
-        self._gather()
-        sites = self._exporter.sites(unit)
-        self._bring_together(unit)
-        seen, self._inputs = self._inputs, InputStats()
-        amax = self._largest([seen.amax.get(site) for site in sites])
-        rows = self._team.total(torch.tensor([seen.rows.get(site, 0) for site in sites]))
-        inputs = self._evidence.inputs
-        for site, value, count in zip(sites, amax, rows.tolist(), strict=True):
-            if value is not None:
-                before = inputs.amax.get(site, value)
-                inputs.amax[site] = torch.maximum(before, value)
-            if count or value is not None:
-                inputs.rows[site] = inputs.rows.get(site, 0) + count
-        self._learn_caches(unit)
+        if unit.parent is None:
+            together = self._jointly or self._sets_inputs or unit.name in self._stacks
+            self._joining.learn(unit, together=self._searches and together)
+            if self._smooths and unit.name not in self._stacks:
+                self._joining.tell(unit)
 
-    def _gather(self) -> None:
-        """Hand what was seen to the ranks that sum it up, batch by batch in their order."""
-        statistics, team = self._evidence.statistics, self._team
-        if not self._searches:
-            return
-        log, self._log = self._log, {}
-        for start in range(0, self._count, team.world_size):
-            sent: list[list[Any]] = [[] for _ in range(team.world_size)]
-            for batch in range(start, min(start + team.world_size, self._count)):
-                for site, x, batched in log.pop(batch, ()):
-                    for rank in self._summing(site):
-                        sent[rank].append((batch, site, x.cpu(), batched))
-            received = [item for part in team.send(f"inputs from {start}", sent) for item in part]
-            for _, site, x, batched in sorted(received, key=lambda item: int(item[0])):
-                statistics.visit(site, x.to(self._job.device), batched)
 
-    def _summing(self, site: Site) -> list[int]:
-        """The ranks that keep the statistics of a site: rank 0, or whoever has the expert."""
-        if site not in self._expert_of:
-            return [0]
-        number, count = self._expert_of[site]
-        groups = range(0, self._team.world_size, self._degrees.ep)
-        return [self._degrees.owner(number, count, first) for first in groups]
-
-    def _bring_together(self, unit: Unit) -> None:
-        """Give rank 0 the statistics of a layer's experts, where it chooses for all of them."""
-        if not self._searches or not (self._jointly or unit.name in self._stacks):
-            return
-        statistics = self._evidence.statistics
-        here = [site for site in self._exporter.searched(unit) if site in self._expert_of]
-        found = {site: seen for site in here if (seen := statistics.at(site)) is not None}
-        writes = self._degrees.writes(self._team.rank)
-        for seen_there in self._team.collect(f"{unit.name}: statistics", found if writes else {}):
-            for site, seen in seen_there.items():
-                statistics.put(site, seen)
-        if not self._team.is_first:
-            statistics.drop(here)
-
-    def _learn_caches(self, unit: Unit) -> None:
-        modules = [kv.module for kv in self._job.plan.kv_cache if kv.unit == unit.name]
-        seen, self._cache = self._cache, CacheStats()
-        cache = self._evidence.cache
-        for own, joined in ((seen.key, cache.key), (seen.value, cache.value)):
-            found = [own[name].amax if name in own else None for name in modules]
-            for name, value in zip(modules, self._largest(found), strict=True):
-                if value is not None:
-                    joined.setdefault(name, cache.empty()).add(value.view(1, 1))
-
-    def _largest(self, values: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the largest of each over all ranks, in the dtype that whoever saw it has.
-
-        A NaN counts as infinity: both end the run.
-        """
-        if not values:
-            return []
-        table = torch.full((len(values), 2), -1.0, dtype=torch.float64)
-        for row, value in zip(table, values, strict=True):
-            if value is not None:
-                row[0] = torch.nan_to_num(value.double(), nan=torch.inf, posinf=torch.inf)
-                row[1] = _DTYPES.index(value.dtype)
-        found = self._team.largest(table).tolist()
-        device = self._job.device
-        return [
-            None if kind < 0 else torch.tensor(amax, dtype=_DTYPES[int(kind)], device=device)
-            for amax, kind in found
-        ]
+def _experts_of(made: Made) -> Iterator[Made]:
+    """Yield each expert of what is all of a stack; nothing of what is no stack."""
+    if made.value.ndim == 3:
+        for number, value in enumerate(made.value):
+            yield Made(made.entry, (number,), made.inner, value)
 
 
 def _run_part(own: Callable[..., Tensor], part: Unit, first: int, arrived: Arrived) -> None:

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from modelopt_lite import quantize, quantize_and_export
-from modelopt_lite.calibrate.algorithm import Choices, Weight
+from modelopt_lite.calibrate.algorithm import Choices, Each, Weight
 from modelopt_lite.calibrate.local_hessian import LocalHessian
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.formats.linear import FORMATS
@@ -60,12 +60,12 @@ def test_statistics_are_those_behind_rounded_inputs(
     seen: dict[str, dict[str, Tensor]] = {"exact": {}, "modelopt": {}}
     choose = LocalHessian.choose
 
-    def spy(self: LocalHessian, weights: Sequence[Weight]) -> Choices:
+    def spy(self: LocalHessian, weights: Sequence[Weight], each: Each) -> Choices:
         for weight in weights:
             assert weight.seen is not None
             assert weight.seen.blocks is not None
             seen[self.numerics][weight.name] = weight.seen.blocks.clone()
-        return choose(self, weights)
+        return choose(self, weights, each)
 
     monkeypatch.setattr(LocalHessian, "choose", spy)
     for numerics in ("exact", "modelopt"):

@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from ranks import quantize
 
+from modelopt_lite import job
+from modelopt_lite.calibrate import awq
+from modelopt_lite.calibrate.algorithm import Weight
 from modelopt_lite.checkpoint import writer
 from modelopt_lite.errors import NonFiniteError
 from modelopt_lite.offload import Unit
 from modelopt_lite.parallel import failure
 from modelopt_lite.ranks.crew import Ranks
+from modelopt_lite.ranks.log import RankLog
 from modelopt_lite.request import Request
 
 
@@ -84,3 +89,35 @@ def small_second(source: Path, out: Path, batches: list[torch.Tensor]) -> Any:
 
     Request.make_schedule = makes  # type: ignore[method-assign]
     return quantize(source, out, batches, {"recipe": "nvfp4"})
+
+
+def small_units(
+    source: Path, out: Path, batches: list[torch.Tensor], recipe: str, stop_at: int
+) -> Any:
+    """Quantize by units of few tensors; the second rank stops when so many are noted, 0 never."""
+    job.UNIT_BYTES = 1 << 12  # type: ignore[attr-defined]
+    settle = RankLog.settle
+    calls: list[None] = []
+
+    def stops(self: RankLog) -> None:
+        settle(self)
+        calls.append(None)
+        if len(calls) == stop_at and os.environ["RANK"] == "1":
+            raise KeyboardInterrupt
+
+    RankLog.settle = stops  # type: ignore[method-assign]
+    return quantize(source, out, batches, {"recipe": recipe})
+
+
+def counting(source: Path, out: Path, batches: list[torch.Tensor]) -> int:
+    """Return for how many matrices this process compared scales."""
+    losses = awq._losses
+    calls: list[object] = []
+
+    def counted(weight: Weight, scales: Sequence[torch.Tensor]) -> torch.Tensor:
+        calls.append(weight.key)
+        return losses(weight, scales)
+
+    awq._losses = counted
+    quantize(source, out, batches, {"recipe": "nvfp4_awq_lite"})
+    return len(calls)

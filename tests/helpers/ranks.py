@@ -17,9 +17,15 @@ import torch
 import modelopt_lite.api
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# These take seconds: once for all ranks. Modules of the tests are not found there in Python 3.11.
+_KINDS = ("deepseek_v3", "glm4v_moe", "gpt_oss", "llama", "mixtral", "qwen3_moe")
+# These take seconds: once for all ranks. Modules of the tests are not found there in Python 3.11,
+# and what a release lacks is left out.
 CONTEXT.set_forkserver_preload(
-    ["transformers.integrations.moe", "transformers.models.auto.modeling_auto", "modelopt_lite.api"]
+    [
+        *("transformers.integrations.moe", "transformers.models.auto.modeling_auto"),
+        *(f"transformers.models.{kind}.modeling_{kind}" for kind in _KINDS),
+        "modelopt_lite.api",
+    ]
 )
 
 

@@ -20,6 +20,12 @@ MakeCheckpoint = Callable[..., Path]
 pytestmark = pytest.mark.dist
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Have all imported that ranks begin with: no run has to wait for it."""
+    wait(start(1, int))
+
+
 def broken(
     what: str,
     source: Path,

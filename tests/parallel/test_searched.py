@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from breaking import counting
 from ranks import quantize, run_ranks, start, wait
 from same_bytes import compare, files
 
 MakeCheckpoint = Callable[..., Path]
 pytestmark = pytest.mark.dist
-WIDE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
-
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3"])
-@pytest.mark.parametrize("recipe", ["nvfp4_awq_lite", "int4_awq", "int4_gptq"])
-def test_searched(
-    kind: str,
-    recipe: str,
-    checkpoint: MakeCheckpoint,
-    token_batches: list[torch.Tensor],
-    tmp_path: Path,
-) -> None:
-    sizes: list[tuple[int, int | None]] = [(2, 2), (4, 2)]
-    sizes += [(2, 1), (4, 4)] if kind == "qwen3_moe" else []
-    wide = {k: v for k, v in WIDE.items() if kind != "mixtral" or not k.startswith("moe")}
-    source = checkpoint(kind, num_experts_per_tok=2, **wide)
-    options: dict[str, Any] = {"recipe": recipe, "on_bad_shape": "skip"}
-    [*_, report] = compare(source, tmp_path, sizes, token_batches[:3], **options)
-    assert any("experts" in name for name in report.quantized)
 
 
 @pytest.mark.parametrize(
@@ -47,26 +30,53 @@ def test_other_searches(
     compare(checkpoint("mixtral"), tmp_path, [(2, None)], token_batches[:3], recipe=recipe)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4_awq_lite", "nvfp4_mse"])
-def test_stacked_experts(
-    recipe: str, checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("gpt_oss", {"recipe": "nvfp4_mse"}),
+        ("mixtral", {"recipe": "nvfp4_act_headroom"}),
+        ("gpt_oss", {"recipe": "nvfp4_act_headroom"}),
+        ("mixtral", {"recipe": "nvfp4_awq_lite", "numerics": "modelopt"}),
+        ("mixtral", {"recipe": "int4_gptq", "numerics": "modelopt", "on_bad_shape": "skip"}),
+        ("qwen3_moe", {"recipe": "fp8", "kv_cache": "nvfp4_affine"}),
+        ("qwen3_moe", {"recipe": "fp8", "kv_cache": "fp8_affine", "numerics": "modelopt"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_what_rank_0_keeps_or_chooses_for_all(
+    kind: str,
+    options: dict[str, Any],
+    checkpoint: MakeCheckpoint,
+    token_batches: list[torch.Tensor],
+    tmp_path: Path,
 ) -> None:
-    compare(checkpoint("gpt_oss"), tmp_path, [(2, 2), (2, 1)], token_batches[:3], recipe=recipe)
+    blocks = {"hidden_size": 128, "intermediate_size": 128}
+    source = checkpoint(kind, **(blocks if options["recipe"].startswith("int4") else {}))
+    compare(source, tmp_path, [(2, 2)], token_batches[:3], **options)
 
 
-def test_stacked_experts_are_not_run_again(
+def test_each_rank_searches_by_its_experts(
     checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
 ) -> None:
-    options = {"recipe": "int4_gptq", "on_bad_shape": "skip"}
-    source = checkpoint("gpt_oss", hidden_size=128, intermediate_size=128)
-    ends = wait(start(2, quantize, source, tmp_path / "out", token_batches[:2], options))
-    for ended in ends:
-        assert ended.error is not None
-        assert "give ep=1" in ended.error
-    options_alone = {**options, "ep": 1}
-    quantize(source, tmp_path / "a", token_batches[:2], options_alone)
-    run_ranks(2, source, tmp_path / "b", token_batches[:2], **options_alone)
+    source = checkpoint("mixtral")  # 4 experts of 3 matrices and 4 others in each of 2 layers
+    [alone] = wait(start(1, counting, source, tmp_path / "alone", token_batches))
+    shared = wait(start(4, counting, source, tmp_path / "shared", token_batches))
+    assert alone.value == 2 * (4 * 3 + 4)
+    assert [ended.value for ended in shared] == [2 * (3 + 4), 2 * 3, 2 * 3, 2 * 3]
+
+
+def test_formats_are_chosen_once(
+    checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "auto.yaml"
+    recipe.write_text("auto_quantize:\n  formats: [nvfp4, fp8]\n  effective_bits: 6.0\n")
+    source, given = checkpoint("mixtral"), {"recipe": str(recipe)}
+    alone = quantize(source, tmp_path / "a", token_batches, given)
+    reports = run_ranks(2, source, tmp_path / "b", token_batches, **given)
+    assert len(set(alone.quantized.values())) == 2
+    assert [report.quantized for report in reports] == [alone.quantized] * 2
     assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert sorted(path.name for path in tmp_path.glob("*-search")) == ["a-search", "b-search"]
 
 
 def test_what_ranks_do_not_join_is_refused(
@@ -74,21 +84,16 @@ def test_what_ranks_do_not_join_is_refused(
 ) -> None:
     source = checkpoint("qwen3_moe")
     for options, said in (
-        ({"recipe": "nvfp4_act_headroom"}, "run it in one process"),
         (
             {"recipe": "nvfp4_w4a4_weight_local_hessian", "numerics": "modelopt"},
             "exact numerics",
         ),
+        ({"recipe": "fp8", "effective_bits": 5.0}, "the formats of the recipe 'fp8' are settled"),
     ):
+        begun = time.monotonic()
         ends = wait(start(2, quantize, source, tmp_path / "out", token_batches[:2], options))
+        assert time.monotonic() - begun < 12  # none waits for one that has ended
         for ended in ends:
             assert ended.error is not None
             assert said in ended.error
     assert not (tmp_path / "out").exists()
-
-
-def test_the_peers_numerics(
-    checkpoint: MakeCheckpoint, token_batches: list[torch.Tensor], tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"recipe": "nvfp4_awq_lite", "numerics": "modelopt"}
-    compare(checkpoint("mixtral"), tmp_path, [(2, None)], token_batches[:3], **options)
