@@ -69,11 +69,12 @@ def best_scales_for_products(w_RK: Tensor, scale_2: Tensor, hessian_BSS: Tensor)
     steps = codes.view(fp8.DTYPE).float() * scale_2
     best_codes = torch.ones((len(w_RK), len(hessian_BSS)), dtype=torch.uint8, device=w_RK.device)
     for rows in row_chunks(w_RK):
-        w_RBS = w_RK[rows].float().view(-1, len(hessian_BSS), nvfp4.BLOCK)
-        best = torch.full(w_RBS.shape[:2], torch.inf, device=w_RK.device)
+        # A matrix of a stack [E, in, out] is a transposed view; the products must not depend on it.
+        w_NS = w_RK[rows].float().contiguous().view(-1, nvfp4.BLOCK)
+        best = torch.full_like(best_codes[rows], torch.inf, dtype=torch.float32)
         for code, step in zip(codes, steps, strict=True):
-            error_RBS = round_to_steps(w_RBS.view(-1, nvfp4.BLOCK), step).view(w_RBS.shape) - w_RBS
-            loss = quadratic(error_RBS, hessian_BSS)
+            error_NS = round_to_steps(w_NS, step).sub_(w_NS)
+            loss = quadratic(error_NS.view(*best.shape, nvfp4.BLOCK), hessian_BSS)
             best_codes[rows] = torch.where(loss < best, code, best_codes[rows])
             best = torch.minimum(best, loss)
     return best_codes.view(fp8.DTYPE)

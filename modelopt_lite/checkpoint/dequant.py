@@ -42,7 +42,7 @@ from modelopt_lite.checkpoint.reader import Checkpoint, check_out
 from modelopt_lite.checkpoint.table import TensorTable
 from modelopt_lite.dialects.compressed_tensors import CompressedTensors
 from modelopt_lite.errors import CheckpointError, NonFiniteError
-from modelopt_lite.formats import fp8, fp8_block, mxfp4, packed
+from modelopt_lite.formats import e8m0, fp8, fp8_block, mxfp4, packed
 from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.formats.smoothed import unsmoothed
 from modelopt_lite.words import counted
@@ -110,11 +110,12 @@ class DequantizedSource:
         how = " ".join(str(kind) for kind in kinds if kind)
         decoded = counted(len(self.encoded), "tensor")
         scales = f"; {counted(len(self.dropped), 'scale')} of inputs and KV cache left behind"
+        kept = " (NVFP4 without a search keeps the codes of MXFP4, docs/numerics.md)"
         note = (
             f"the source is quantized already ({how}): {decoded} decoded to "
             f"{str(self.dtype).removeprefix('torch.')}, and what the recipe selects rounded a "
-            f"second time{scales if self.dropped else ''}; give the original checkpoint if there "
-            "is one"
+            f"second time{kept if self._has_mxfp4 else ''}{scales if self.dropped else ''}; give "
+            "the original checkpoint if there is one"
         )
         return [note, *self.base.notes]
 
@@ -191,6 +192,30 @@ class DequantizedSource:
         encoded = self.encoded[name]
         scale = None if encoded.smoothing is None else self.base.read(encoded.smoothing)
         return scale, tuple(self.base.read(factor) for factor in encoded.factors)
+
+    def powers(self, name: str, input_major: bool) -> Tensor | None:
+        """Read the exponents of a decoded tensor's MXFP4 blocks.
+
+        Args:
+            name: The tensor.
+            input_major: It is a stack [E, in, out], not [E, out, in], or a matrix [in, out].
+
+        Returns:
+            int16 [(E,) out, in / 32]; None where it lies in another format, where the blocks do
+            not run along ``in``, or where more than codes and powers of two makes its values.
+        """
+        encoded = self.encoded.get(name)
+        if encoded is None or encoded.smoothing is not None or encoded.factors:
+            return None
+        in_blocks = encoded.format == MXFP4_BLOCKS  # of [out, in], presented as [in, out]
+        if not _is_mxfp4(encoded) or (encoded.turned or in_blocks) != input_major:
+            return None
+        scale = self.base.read(encoded.scales[0])
+        return (scale.mT if encoded.turned else scale).short() - e8m0.BIAS
+
+    @property
+    def _has_mxfp4(self) -> bool:
+        return any(_is_mxfp4(encoded) for encoded in self.encoded.values())
 
     def _layouts(self) -> Iterator[tuple[str, Encoded]]:
         if self.quantization.get("quant_method") == CompressedTensors.name:
@@ -272,6 +297,13 @@ def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key not in QUANT_KEYS
     }
+
+
+def _is_mxfp4(encoded: Encoded) -> bool:
+    if encoded.format == MXFP4_BLOCKS:
+        return True
+    fmt = FORMATS.get(encoded.format)
+    return fmt is not None and fmt.codec.element == "mxfp4"
 
 
 def _decode(info: TensorInfo, encoded: Encoded, codes: Tensor, scales: list[Tensor]) -> Tensor:

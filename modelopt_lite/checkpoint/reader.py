@@ -194,6 +194,9 @@ class Checkpoint:
             self.bytes_read += out.numel()
             self.reads.update(info.name for info in infos)
 
+    def powers(self, name: str, input_major: bool) -> None:
+        """See `DequantizedSource.powers`; nothing is decoded here."""
+
     def read_rows(self, name: str, rows: range) -> Tensor:
         """Read some rows of a tensor, which lie one behind the other on disk.
 

@@ -150,6 +150,7 @@ class Exporter:
                 dialect=to.plan.dialect,
                 verify=self._verify,
                 treated=treated,
+                powers=self._source.powers,
             )
             for name, error in found.items():
                 before = self.errors.get(name, error)

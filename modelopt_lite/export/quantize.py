@@ -9,9 +9,10 @@ from torch import Tensor
 
 from modelopt_lite.dialects.base import Dialect
 from modelopt_lite.errors import InternalError, NonFiniteError
+from modelopt_lite.export.keep_codes import Kept, Powers, keep_signs_of_zeros, kept_scales
 from modelopt_lite.export.treat import Treated
 from modelopt_lite.formats.base import Numerics, amax
-from modelopt_lite.formats.linear import FORMATS, ErrorReport, measure_error
+from modelopt_lite.formats.linear import FORMATS, ErrorReport, LinearFormat, measure_error
 from modelopt_lite.plan import Matrix
 from modelopt_lite.select import Output
 from modelopt_lite.words import counted
@@ -29,6 +30,7 @@ def quantize_matrices(
     dialect: Dialect,
     verify: bool,
     treated: Treated | None = None,
+    powers: Powers = lambda source, input_major: None,
 ) -> dict[str, ErrorReport]:
     """Quantize whole groups of matrices and hand every tensor but input scales to the writer.
 
@@ -41,22 +43,29 @@ def quantize_matrices(
         dialect: The one that the matrices' outputs belong to.
         verify: Compare what was packed with the source, while that is in memory.
         treated: What an algorithm makes of the matrices first; None leaves them.
+        powers: Exponents of what lies in MXFP4 on disk, whose codes are kept where they can be.
 
     Returns:
         Module -> how far it is from its source; empty without ``verify``.
     """
     matrices = list(matrices)
     group_amax = weight_amax(matrices, sources, source_amax, treated, numerics)
+    kept: dict[str, Kept] = {}
+    if treated is None and numerics == "exact":
+        values = {m.name: _oriented(m, matrix_value(m, sources)) for m in matrices}
+        kept = kept_scales(matrices, values, powers)
     errors = {}
     for matrix in matrices:
         fmt = FORMATS[matrix.format]
         weight = matrix_value(matrix, sources)
         extras: dict[str, Tensor] = {}
-        chosen = None
+        chosen, clips = None, matrix.name in kept
         if treated is not None:
             weight, extras = treated.weight(matrix, weight), treated.extras(matrix)
-            chosen = treated.scale_amax(matrix)
+            chosen, clips = treated.scale_amax(matrix), treated.clips(matrix)
         shared = group_amax[matrix.weight_group]
+        if matrix.name in kept:
+            shared, chosen = kept[matrix.name].amax, kept[matrix.name].scale_amax
         stacked_input_major = matrix.input_major and weight.ndim == 3
         tensors = fmt.quantize(
             weight,
@@ -66,25 +75,40 @@ def quantize_matrices(
             scale_dtype=dialect.scale_dtype,
             scale_amax=shared if shared.ndim else chosen,
         )
+        if matrix.name in kept:
+            codes = _oriented(matrix, tensors["weight"])
+            codes = keep_signs_of_zeros(codes, _oriented(matrix, weight))
+            tensors["weight"] = _oriented(matrix, codes).contiguous()
         if verify:
             turned = fmt.turns(stacked_input_major, numerics)
             errors[matrix.name] = measure_error(
-                fmt,
-                weight,
-                tensors,
-                numerics=numerics,
-                turned=turned,
-                chosen=treated is not None and treated.clips(matrix),
+                fmt, weight, tensors, numerics=numerics, turned=turned, chosen=clips
             )
-        outputs = {k: v for k, v in matrix.outputs.items() if dialect.part_of(k) != "input_scale"}
-        stored = dialect.encode(fmt, {**tensors, **extras}, matrix.shape)
-        if stored.keys() != outputs.keys():
-            raise InternalError(
-                f"{matrix.name}: {fmt.name} made {sorted(stored)}, the plan says {sorted(outputs)}"
-            )
-        for suffix, tensor in stored.items():
-            write(outputs[suffix], tensor)
+        _write_outputs(matrix, fmt, {**tensors, **extras}, dialect, write)
     return errors
+
+
+def _oriented(matrix: Matrix, value: Tensor) -> Tensor:
+    """Turn a stack [E, in, out] to [E, out, in], or back."""
+    return value.mT if matrix.input_major and value.ndim == 3 else value
+
+
+def _write_outputs(
+    matrix: Matrix,
+    fmt: LinearFormat,
+    tensors: dict[str, Tensor],
+    dialect: Dialect,
+    write: Write,
+) -> None:
+    """Write what stands for a matrix on disk, but for the scale of its inputs."""
+    outputs = {k: v for k, v in matrix.outputs.items() if dialect.part_of(k) != "input_scale"}
+    stored = dialect.encode(fmt, tensors, matrix.shape)
+    if stored.keys() != outputs.keys():
+        raise InternalError(
+            f"{matrix.name}: {fmt.name} made {sorted(stored)}, the plan says {sorted(outputs)}"
+        )
+    for suffix, tensor in stored.items():
+        write(outputs[suffix], tensor)
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

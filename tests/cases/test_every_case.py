@@ -31,7 +31,6 @@ NOT_APPLICABLE = {
     "c29": "no group has members made up: one that the disk lacks is in no group, and the audit's "
     "group-incomplete names a part that other layers have",
     "c47": "batches are as large as they are given; none is halved or tried again",
-    "c65": "MXFP4 is decoded and quantized anew within NVFP4's bound; no path keeps its codes",
     "c71": "searches measure the error of each projection's own product, gate rows included; no "
     "model with a gated q_proj is known to transformers 5.14 under a spec here",
 }
