@@ -46,8 +46,10 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'modelopt_lite' has no attribute {name!r}")
     from modelopt_lite.errors import loading_specs
+    from modelopt_lite.process import collector_paused, use_huge_pages
 
-    with loading_specs():
+    use_huge_pages()
+    with loading_specs(), collector_paused():
         return getattr(importlib.import_module(f"modelopt_lite.{_WHERE[name]}"), name)
 
 

@@ -23,6 +23,7 @@ from modelopt_lite.output import staged, staged_export
 from modelopt_lite.parallel.team import Team, team_of_run
 from modelopt_lite.predict import Prediction
 from modelopt_lite.preview import dry_run
+from modelopt_lite.process import collector_paused, exit_at_once, only_new_collected
 from modelopt_lite.progress import Progress, make_progress
 from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.report import REPORT_FILE, Report
@@ -151,7 +152,8 @@ def quantize_and_export(
         verify=verify,
         progress=progress,
     )
-    with team_of_run() as team:
+    exit_at_once()
+    with team_of_run() as team, only_new_collected():
         if team is None:
             report = _run(settle(ckpt, options), ckpt)
         else:
@@ -166,15 +168,15 @@ def quantize_and_export(
 
 
 def _run(settled: Settled, ckpt: str | Path) -> Report:
-    request = make_request(ckpt, settled.options)
-    request.job.plan.notes.extend(settled.notes)
-    request.load_data()
-    report = request.finished()
-    if report is None:
-        for check in request.checks():
-            check()
-        report = _write(request, searched=settled.seconds)
-    return report
+    with collector_paused(stays=True):
+        request = make_request(ckpt, settled.options)
+        request.job.plan.notes.extend(settled.notes)
+        request.load_data()
+        report = request.finished()
+        if report is None:
+            for check in request.checks():
+                check()
+    return report or _write(request, searched=settled.seconds)
 
 
 def _run_rank(ckpt: str | Path, options: Options, team: Team) -> Report:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,25 +29,11 @@ from modelopt_lite.offload.units import Unit
 from modelopt_lite.parallel.degrees import Degrees
 from modelopt_lite.parallel.spec import adapter
 from modelopt_lite.plan import Plan, make_plan
+from modelopt_lite.process import collector_paused
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.sanity import check_counts
 from modelopt_lite.structure import Structure, TensorShape, structure_of
 from modelopt_lite.tensor_units import UNIT_BYTES, needs_data, stream_tensors
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keep the garbage collector from walking, again and again, a million objects that all stay.
-
-    It takes a quarter of the time of a plan for a model of 1e12 parameters.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @dataclass(slots=True)

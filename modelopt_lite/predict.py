@@ -20,10 +20,11 @@ from modelopt_lite.checkpoint.behind import QUEUE_LIMIT
 from modelopt_lite.checkpoint.dequant import DequantizedSource, Source
 from modelopt_lite.checkpoint.shards import ExportLayout
 from modelopt_lite.export.configs import config_texts
-from modelopt_lite.job import Job, collector_paused
+from modelopt_lite.job import Job
 from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.stream import expected_order
 from modelopt_lite.offload.units import Unit, output_head
+from modelopt_lite.process import collector_paused
 from modelopt_lite.searching import Seen, search_memory
 from modelopt_lite.tensor_units import READ_AHEAD
 

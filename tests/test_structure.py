@@ -56,7 +56,7 @@ LAYERS = (
     ("models",),
     ("timeline",),
     ("progress", "report"),
-    ("errors", "words", "yamls"),
+    ("errors", "process", "words", "yamls"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 PARTS = {name for names in LAYERS for name in names}

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from modelopt_lite.errors import InternalError, RecipeError
 
@@ -38,6 +37,9 @@ def choose(groups: Mapping[str, Sequence[Option]], limit: int) -> dict[str, str]
     Raises:
         RecipeError: Even the smallest options are too large.
     """
+    # A third of a second, which a run that searches no formats need not wait for.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
     least = sum(min(option.bytes for option in options) for options in groups.values())
     if least > limit:
         raise RecipeError(f"the smallest choice takes {least:,} bytes, more than {limit:,}")

@@ -107,10 +107,15 @@ def decode(codes: Tensor) -> Tensor:
     """Return the values of E4M3 codes, float32 of the same shape, contiguous."""
     if codes.device.type != "cpu":
         return codes.float()
-    # The processor's own conversion goes element by element; a lookup takes a fifth of its time.
-    table = torch.arange(256, dtype=torch.uint8).view(DTYPE).float()
-    values = torch.index_select(table, 0, codes.reshape(-1).view(torch.uint8).int())
-    return values.view(codes.shape)
+    # The processor's own conversion goes element by element. Moved to the bits of a float16, whose
+    # exponent has a bias of 15 and not of 7, a code is its value over 2**8, in a tenth of the time;
+    # but for NaN, all bits of the exponent and the fraction.
+    byte = codes.contiguous().view(torch.int8)
+    half = byte.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
+    values = half.view(torch.float16).float().mul_(256)
+    if codes.numel() and int((byte & 127).amax()) == 127:
+        values[(byte & 127) == 127] = torch.nan
+    return values
 
 
 def error_bound(w: Tensor, scale: Tensor, *, numerics: Numerics) -> Tensor:
@@ -121,16 +126,16 @@ def error_bound(w: Tensor, scale: Tensor, *, numerics: Numerics) -> Tensor:
     to the dtype of ``w``, that error (1/257 of the value in bfloat16) comes on top. It stops
     holding where ``|w| > 448 * scale``: such elements are clipped.
     """
-    size = w.float().abs()
+    size = w.abs() if w.dtype == torch.float32 else w.float().abs_()
     narrow = numerics == "modelopt" and scale.ndim == 0
     extra = _QUOTIENT_ERROR.get(w.dtype, 0.0) if narrow else 0.0
     step = _aligned(scale, w) * E4M3_ABSOLUTE_ERROR
     # A tensor without axes takes `minimum` off its vectorized path.
     floor = torch.minimum(size, step) if step.ndim else size.clamp(max=float(step))
-    bound = torch.maximum(size * (E4M3_RELATIVE_ERROR * (1 + extra)), floor, out=floor)
     if extra:
-        bound.add_(size, alpha=extra)
-    return bound.mul_(F32_SLACK)
+        relative = size * (E4M3_RELATIVE_ERROR * (1 + extra))
+        return torch.maximum(relative, floor, out=floor).add_(size, alpha=extra).mul_(F32_SLACK)
+    return torch.maximum(size.mul_(E4M3_RELATIVE_ERROR), floor, out=floor).mul_(F32_SLACK)
 
 
 def fake_quantize(x: Tensor, scale: Tensor) -> Tensor:

@@ -82,7 +82,11 @@ def dequantize(
     for scale_H, band in zip(scale_GH.float(), _bands(len(codes_RK), block[0]), strict=True):
         scale_1K = _widened(scale_H, codes_RK.shape[1], block[1])
         for rows in base.row_chunks(codes_RK[band]):
-            out[band][rows].copy_(fp8.decode(codes_RK[band][rows]).mul_(scale_1K))
+            value, to = fp8.decode(codes_RK[band][rows]), out[band][rows]
+            if dtype == torch.float32:
+                torch.mul(value, scale_1K, out=to)
+            else:
+                to.copy_(value.mul_(scale_1K))
     return out
 
 
@@ -93,6 +97,9 @@ def error_bound(w_RK: Tensor, scale_GH: Tensor) -> Tensor:
     block exceeds 448 times its scale.
     """
     _check(w_RK, scale_GH, (BLOCK, BLOCK))
+    if len(scale_GH) == 1:
+        scale_1K = _widened(scale_GH[0], w_RK.shape[1])
+        return fp8.error_bound(w_RK, scale_1K, numerics="exact")
     bound = torch.empty(w_RK.shape, dtype=torch.float32, device=w_RK.device)
     for scale_H, band in zip(scale_GH, _bands(w_RK.shape[0]), strict=True):
         scale_1K = _widened(scale_H, w_RK.shape[1])

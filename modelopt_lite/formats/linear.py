@@ -16,7 +16,7 @@ from torch import Tensor
 
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.formats import base, inputs
-from modelopt_lite.formats.base import Numerics, TensorSpec, row_chunks
+from modelopt_lite.formats.base import Numerics, TensorSpec, tiles
 from modelopt_lite.formats.codecs import fp4, fp8, integer
 from modelopt_lite.formats.codecs.base import Codec
 from modelopt_lite.formats.groups import GROUP_MULTIPLE, fits_groups
@@ -344,23 +344,24 @@ def measure_error(
     """
     worst = torch.zeros((), dtype=torch.float32, device=w.device)
     error_sum = source_sum = product_sum = value_sum = 0.0
-    codec = fmt.codec
-    kept = {k: v for k, v in tensors.items() if k != "input_scale"}
+    codec, kept = fmt.codec, {k: v for k, v in tensors.items() if k != "input_scale"}
     for w_RK, parts in _matrices(w, kept, turned):
-        for rows in row_chunks(w_RK, codec.row_multiple):
-            part = codec.part(parts, rows)
-            source = w_RK[rows].float()
+        for rows, columns in tiles(w_RK, codec.row_multiple, codec.column_multiple):
+            part = codec.tile(parts, rows, columns)
+            source = w_RK[rows, columns].float()
+            exact = chosen or numerics == "exact"  # then the dtype of w does not matter
+            seen = source if exact else w_RK[rows, columns]
             if chosen:
-                bound = codec.clipping_error(w_RK[rows], part)
+                bound = codec.clipping_error(seen, part)
             else:
-                bound = codec.max_error(w_RK[rows], part, numerics=numerics)
+                bound = codec.max_error(seen, part, numerics=numerics)
             value = codec.dequantize(part, torch.float32)
             if angle:
                 value_sum += base.sum_of_squares(value)
                 product_sum += float((value.double() * source).sum())
+            source_sum += base.sum_of_squares(source)
             error = value.sub_(source).abs_()
             error_sum += base.sum_of_squares(error)
-            source_sum += base.sum_of_squares(source)
             # The smallest divisor keeps 0 / 0 at 0 and lets any error where none is due stand out.
             ratio = error.div_(bound.clamp_min_(base.F32_TINY))
             worst = torch.maximum(worst, ratio.amax())

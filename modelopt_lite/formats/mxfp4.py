@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from modelopt_lite.errors import ShapeError
-from modelopt_lite.formats import e2m1, e8m0
+from modelopt_lite.formats import base, e2m1, e8m0
 from modelopt_lite.formats.base import E2M1_MAX, Numerics, block_amax, chunk_rows, row_chunks
 
 BLOCK = 32
@@ -43,7 +43,7 @@ def quantize(w_RK: Tensor, *, numerics: Numerics) -> tuple[Tensor, Tensor]:
     packed = w_RK.new_empty((rows, columns // 2), dtype=torch.uint8)
     scale = w_RK.new_empty((rows, columns // BLOCK), dtype=torch.uint8)
     chunk = min(chunk_rows(columns, w_RK.device), rows) * columns
-    scratch = torch.empty(4, chunk, dtype=torch.float32, device=w_RK.device)
+    scratch = base.scratch(4, chunk, w_RK.device)
     for part in row_chunks(w_RK):
         _quantize_chunk(w_RK[part], packed[part], scale[part], scratch, numerics)
     return packed, scale

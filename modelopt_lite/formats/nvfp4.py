@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from modelopt_lite.errors import ShapeError
-from modelopt_lite.formats import e2m1, fp8
+from modelopt_lite.formats import base, e2m1, fp8
 from modelopt_lite.formats.base import (
     E2M1_MAX,
     E4M3_ABSOLUTE_ERROR,
@@ -120,7 +120,7 @@ def quantize(
         raise ShapeError(f"NVFP4 needs [R, K] or [E, R, K], got {list(w_RK.shape)}")
 
     chunk = min(chunk_rows(columns, w_RK.device), w_RK.shape[-2]) * columns
-    scratch = torch.empty(4, chunk, dtype=torch.float32, device=w_RK.device)
+    scratch = base.scratch(4, chunk, w_RK.device)
     for matrix_RK, packed_RP, scale_RB in matrices:
         for rows in row_chunks(matrix_RK):
             _quantize_chunk(
@@ -183,7 +183,8 @@ def error_bound(w_RK: Tensor, scale_2: Tensor, block: int = BLOCK) -> Tensor:
     lost bits (amax under 2**-100, with ``numerics="modelopt"`` only).
     """
     _check_blocks(w_RK, block)
-    size = w_RK.float().abs().contiguous().view(-1)
+    size = w_RK.abs() if w_RK.dtype == torch.float32 else w_RK.float().abs_()
+    size = size.contiguous().view(-1)
     amax_N = block_amax(size, block)
     rounding = scale_2 * E4M3_ABSOLUTE_ERROR
     small_N = torch.maximum(amax_N / E2M1_MAX + rounding, rounding * E2M1_MAX)

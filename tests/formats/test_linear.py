@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -166,3 +169,58 @@ def test_the_two_arithmetics_differ_only_where_it_is_said(name: str) -> None:
         for k, t in exact.items()
     )
     assert same == (name not in DIFFERENT)
+
+
+def test_errors_are_measured_over_columns_that_are_cut() -> None:
+    fmt = FORMATS["fp8_2d_blockwise_weight_only"]
+    w = random(300, 2500)
+    tensors = fmt.quantize(w, None, numerics="exact")
+    pieces = [columns for _, columns in base.tiles(w, 128, 128)]
+    assert len(set(map(str, pieces))) > 1
+    report = measure_error(fmt, w, tensors, numerics="exact")
+    error = (fmt.dequantize(tensors, torch.float32) - w.float()).abs()
+    bound = fmt.max_error(w, tensors, numerics="exact").clamp_min(base.F32_TINY)
+    assert report.worst == float((error / bound).max())
+    relative = float(error.double().norm() / w.double().norm())
+    assert report.relative == pytest.approx(relative, rel=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (300, 70), (129, 2000), (128, 300_001)])
+@pytest.mark.parametrize("multiples", [(1, None), (128, None), (128, 128), (2, 16)])
+def test_tiles_cover_each_element_once(
+    rows: int, columns: int, multiples: tuple[int, int | None]
+) -> None:
+    w = torch.zeros(1, dtype=torch.uint8).expand(rows, columns)
+    seen = torch.zeros(rows, columns, dtype=torch.uint8)
+    for down, across in base.tiles(w, *multiples):
+        seen[down, across] += 1
+        assert down.start % multiples[0] == 0
+        assert across.start % (multiples[1] or 1) == 0
+    assert bool((seen == 1).all())
+
+
+def test_scratch_is_a_threads_own() -> None:
+    cpu = torch.device("cpu")
+    first = base.scratch(2, 10, cpu)
+    assert base.scratch(1, 20, cpu).data_ptr() == first.data_ptr()
+    with torch.inference_mode():
+        grown = base.scratch(2, 3_000_000, cpu)
+        grown.fill_(1)
+    grown.fill_(2)  # not a tensor of inference mode
+    others: list[int] = []
+    thread = threading.Thread(target=lambda: others.append(base.scratch(2, 10, cpu).data_ptr()))
+    thread.start()
+    thread.join()
+    assert others != [grown.data_ptr()]
+
+
+@pytest.mark.parametrize("shape", [(256,), (2, 128), (0,)])
+def test_every_fp8_code_is_decoded(shape: tuple[int, ...]) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)[: math.prod(shape)].view(fp8.DTYPE).view(shape)
+    value, right = fp8.decode(codes), codes.float()
+    assert torch.equal(
+        value.view(torch.int32)[~right.isnan()], right.view(torch.int32)[~right.isnan()]
+    )
+    assert torch.equal(value.isnan(), right.isnan())
+    part = codes.view(-1)[3:200:2]
+    assert torch.equal(fp8.decode(part).nan_to_num(-1), part.float().nan_to_num(-1))

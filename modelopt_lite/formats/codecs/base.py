@@ -28,7 +28,8 @@ class Codec(ABC):
         bits: Bits an element, block scales included.
         code_dtype: Of the tensor ``weight``.
         block: Elements along K that share a block scale, None without blocks.
-        row_multiple: ``part`` takes rows that begin at a multiple of this.
+        row_multiple: ``part`` takes rows that begin at a multiple of this,
+        column_multiple: and ``tile`` columns that begin at a multiple of this; None: it takes all.
         kind: What codes are.
         element: Codecs of equal ones differ in their scales alone.
         stacks_as_stored: Under ``numerics="modelopt"`` blocks run along the last axis of a stack as
@@ -44,6 +45,7 @@ class Codec(ABC):
     code_dtype: torch.dtype
     block: int | None = None
     row_multiple: int = 1
+    column_multiple: int | None = None
     kind: Literal["float", "int"] = "float"
     element: str = ""
     stacks_as_stored: bool = False
@@ -115,6 +117,10 @@ class Codec(ABC):
     def part(self, tensors: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
         """Return the tensors of some rows of one matrix; see ``row_multiple``."""
         return {k: t[rows] if t.ndim else t for k, t in tensors.items()}
+
+    def tile(self, tensors: Mapping[str, Tensor], rows: slice, columns: slice) -> dict[str, Tensor]:
+        """Return the tensors of a part of one matrix; see ``row_multiple``, ``column_multiple``."""
+        return self.part(tensors, rows)
 
 
 def finite(amax: Tensor, what: str) -> Tensor:

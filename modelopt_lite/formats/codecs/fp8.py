@@ -104,6 +104,7 @@ class _Blocks(Codec):
     code_dtype: torch.dtype = fp8.DTYPE
     block: int = fp8_block.BLOCK
     row_multiple: int = fp8_block.BLOCK
+    column_multiple: int | None = fp8_block.BLOCK
 
     def shares_amax(self, rows: int, columns: int, numerics: Numerics) -> bool:
         return numerics == "modelopt" and fp8_block.grid_shape(rows, columns) == (1, 1)
@@ -158,11 +159,20 @@ class _Blocks(Codec):
 
     def part(self, tensors: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
         scale = tensors["weight_scale"]
-        blocks = slice(rows.start // self.block, -(-rows.stop // self.block))
         return {
             "weight": tensors["weight"][rows],
-            "weight_scale": scale[blocks] if scale.ndim else scale,
+            "weight_scale": scale[self._blocks(rows)] if scale.ndim else scale,
         }
+
+    def tile(self, tensors: Mapping[str, Tensor], rows: slice, columns: slice) -> dict[str, Tensor]:
+        part = self.part(tensors, rows)
+        weight, scale = part["weight"], part["weight_scale"]
+        if scale.ndim:
+            scale = _grid(weight, scale)[:, self._blocks(columns)]
+        return {"weight": weight[:, columns], "weight_scale": scale}
+
+    def _blocks(self, part: slice) -> slice:
+        return slice(part.start // self.block, -(-part.stop // self.block))
 
 
 @dataclass(frozen=True, kw_only=True)
