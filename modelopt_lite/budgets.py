@@ -19,6 +19,7 @@ from modelopt_lite.offload.config_sources import ENV_PREFIX
 from modelopt_lite.offload.device import current_device
 from modelopt_lite.offload.hostmemory import host_memory
 from modelopt_lite.predict import Prediction
+from modelopt_lite.process import usable_cores
 from modelopt_lite.progress import Outlook
 
 Size = str | int | float
@@ -101,7 +102,8 @@ def make_schedule(job: Job, budgets: Budgets, foretell: Foretell, *, stream: boo
     Without budgets three layers are in memory: one is read, one computes, one is quantized and
     written. Searches of scales take most of a run's time, and would keep what entered two layers:
     there a layer is quantized before the next one computes, and two are in memory. So it is with
-    several processes, which must ask one another in one order. What budgets leave beyond the least
+    several processes, which must ask one another in one order, and where the process may run on one
+    core only: a second thread costs time there. What budgets leave beyond the least
     that the run takes is for reading further ahead. Where one layer is too much, waiting
     activations go to disk, and then experts come in a few at a time.
 
@@ -126,7 +128,11 @@ def _least(
     schedule = Schedule(
         units=job.unit_bytes()[0] if stream else None,
         scratch=budgets.disk,
-        overlapped=not job.plan.recipe.algorithm.needs_inputs and job.degrees is None,
+        overlapped=(
+            usable_cores() > 1
+            and not job.plan.recipe.algorithm.needs_inputs
+            and job.degrees is None
+        ),
     )
     least = foretell(budget=schedule.units, waiting=None)
     if not stream or budgets.met_by(least):

@@ -52,6 +52,13 @@ def exit_at_once() -> None:
     atexit.register(gc.freeze)
 
 
+def usable_cores() -> int:
+    """Return how many cores the process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def use_huge_pages() -> None:
     """Have torch ask for huge pages where a tensor has room for one.
 

@@ -178,6 +178,11 @@ def test_no_size(given: Any) -> None:
         budgets(host_memory=given)
 
 
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelopt_lite.budgets.usable_cores", lambda: 2)
+
+
 def test_the_smallest_budget_is_named_and_suffices(checkpoint: MakeCheckpoint) -> None:
     job = job_of(checkpoint("llama"))
     least = foretell(job, [(2, 16)], budget=1)
@@ -208,6 +213,16 @@ def test_memory_to_spare_is_for_reading_ahead(checkpoint: MakeCheckpoint) -> Non
     )
     assert free == Schedule(units=job.unit_bytes(layers=3)[1])
     assert held == Schedule()
+
+
+def test_one_core_does_one_thing_after_another(
+    checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(checkpoint("llama"))
+    least = foretell(job, [(2, 16)], budget=1)
+    monkeypatch.setattr("modelopt_lite.budgets.usable_cores", lambda: 1)
+    alone = make_schedule(job, Budgets(), lambda **_: least, stream=True)
+    assert alone == Schedule(units=job.unit_bytes(layers=2)[1], overlapped=False)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "llama"])
