@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 REST = "outside of layers"
+_DIGITS = 9
 
 
 class Place(NamedTuple):
@@ -31,11 +32,16 @@ def place_of(name: str) -> Place:
     Numbers behind it, as of experts, are left out of the kind.
     """
     parts = name.split(".")
-    at = next((n for n, part in enumerate(parts) if n and part.isdecimal()), None)
+    at = next((n for n, part in enumerate(parts) if n and _is_number(part)), None)
     if at is None:
         return Place("", -1, name)
-    kind = ".".join(part for part in parts[at + 1 :] if not part.isdecimal())
+    kind = ".".join(part for part in parts[at + 1 :] if not _is_number(part))
     return Place(".".join(parts[:at]), int(parts[at]), kind)
+
+
+def _is_number(part: str) -> bool:
+    """Whether a part of a name counts layers or experts; int() refuses thousands of digits."""
+    return len(part) <= _DIGITS and part.isdecimal()
 
 
 def by_kind(values: Mapping[str, float], most: int) -> dict[str, dict[tuple[str, int], float]]:
@@ -61,7 +67,7 @@ def by_reason(excluded: Mapping[str, str]) -> dict[str, dict[str, int]]:
     """Return for each reason the modules, those that differ in numbers alone as one, counted."""
     found: dict[str, Counter[str]] = {}
     for name, reason in excluded.items():
-        shape = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        shape = ".".join("*" if _is_number(part) else part for part in name.split("."))
         found.setdefault(reason, Counter())[shape] += 1
     return {reason: dict(names) for reason, names in found.items()}
 

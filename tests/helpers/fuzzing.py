@@ -31,7 +31,11 @@ from modelopt_lite.errors import ModelOptLiteError
 from modelopt_lite.offload import load_config_from_file
 from modelopt_lite.offload.patterns import match_name, parse_pattern
 from modelopt_lite.offload.profile_io import FORMAT, VERSION, read_profile
+from modelopt_lite.pages.card import write_card
+from modelopt_lite.pages.layers import layer_bytes
+from modelopt_lite.pages.report_page import write_page
 from modelopt_lite.recipes import load_recipe
+from modelopt_lite.report import CARD_FILE, PAGE_FILE, Report
 from modelopt_lite.verify.audit import audit
 from modelopt_lite.verify.diff import diff
 from modelopt_lite.verify.opening import export_folders
@@ -291,9 +295,31 @@ def pattern(data: st.DataObject, folder: Path) -> None:
         )
 
 
+def pages(data: st.DataObject, folder: Path) -> None:
+    """Names of any kind in a report and a model card, beside a source's card of any kind."""
+    head = data.draw(YAMLS).encode("utf-8", "surrogatepass")
+    (folder / CARD_FILE).write_bytes(b"---\n" + head + b"\n---\n")
+    names = data.draw(st.lists(st.one_of(NAMES, st.text(max_size=40)), max_size=12))
+    numbers = dict.fromkeys(names, 0.5)
+    details = {"source": str(folder), "numerics": "exact", "recipe": {}, "versions": {}}
+    details["options"] = {"seed": 0, "all_experts": False, "on_bad_shape": "error"}
+    report = Report("out", "nvfp4", "llama", details=details, dialects=["modelopt"])
+    report.quantized = dict.fromkeys(names, "nvfp4")
+    report.excluded = dict(zip(names, reversed(names), strict=True))
+    report.relative_errors, report.input_amax = numbers, numbers
+    report.tokens_per_expert = {name: [0, 3] for name in names}
+    report.cold_experts, report.notes = names, names
+    report.layer_bytes = layer_bytes([(name, 3) for name in names], [(n, 1) for n in names])
+    write_card(folder, report, "modelopt")
+    write_page(report, folder)
+    page = (folder / PAGE_FILE).read_text(encoding="utf-8")
+    assert "<script" not in page
+    assert (folder / CARD_FILE).read_text(encoding="utf-8").startswith("---\n")
+
+
 TARGETS: dict[str, Callable[[st.DataObject, Path], None]] = {
     target.__name__: target
-    for target in (header, index, config, recipe, offload_config, profile, pattern)
+    for target in (header, index, config, recipe, offload_config, profile, pattern, pages)
 }
 
 _watched: list[Path] = []

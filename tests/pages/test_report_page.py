@@ -167,6 +167,7 @@ def test_places() -> None:
     )
     assert place_of("lm_head").layer == REST
     assert place_of("model.visual.blocks.11.attn").layer == "model.visual.blocks.11"
+    assert place_of(f"model.layers.{'9' * 5000}.x").layer == REST
     assert place_of("7.x").layer == REST  # a number alone is no stack of layers
 
 
