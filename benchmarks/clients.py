@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from client_sources import read_back
 from safetensors.torch import save_file
+from served import kept_section
 from torch import Tensor
 from torch.nn import functional
 from transformers import (
@@ -250,7 +251,7 @@ def document(found: list[Outcome], sources: list[tuple[str, str, str]]) -> str:
     titles = ("model", "recipe", "KV cache", "result", "logits, inputs left", "nats apart")
     return f"""# Who loads what
 
-Made by `nox -s clients`; do not edit.
+Made by `nox -s clients` and `nox -s served`; do not edit.
 
 ## By preset, dialect and engine
 
@@ -298,7 +299,9 @@ def main() -> None:
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         found, sources = list(outcomes(Path(folder))), list(read_back())
-    args.out.write_text(document(found, sources), encoding="utf-8")
+    of_vllm = kept_section(args.out)  # made by another command, in another environment
+    text = document(found, sources) + (f"\n{of_vllm}\n" if of_vllm else "")
+    args.out.write_text(text, encoding="utf-8")
     bad = [o.cells for o in found if not o.good] + [s for s in sources if s[-1] != "equal"]
     if bad:
         sys.exit("\n".join(" | ".join(cells) for cells in bad))

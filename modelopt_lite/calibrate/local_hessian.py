@@ -13,11 +13,11 @@ from torch import Tensor
 from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Each, Weight, here
 from modelopt_lite.calibrate.clip import quadratic
 from modelopt_lite.calibrate.mse import amax_of_scales, shared_amax
-from modelopt_lite.calibrate.peer import round_to_steps
+from modelopt_lite.calibrate.peer import round_to_steps, static_steps
 from modelopt_lite.calibrate.statistics import Kind
 from modelopt_lite.calibrate.sweep import best_block_scales, sweep_problem
 from modelopt_lite.formats import fp8, nvfp4
-from modelopt_lite.formats.base import Numerics, row_chunks
+from modelopt_lite.formats.base import E4M3_MAX, Numerics, row_chunks
 from modelopt_lite.formats.linear import LinearFormat
 
 
@@ -47,6 +47,9 @@ class LocalHessian(Algorithm):
             scale_2 = nvfp4.weight_scale_2(amax, numerics=self.numerics)
             if weight.seen is None or weight.seen.blocks is None:
                 scale_RB = best_block_scales(w_RK, scale_2)
+            elif self.numerics == "modelopt":
+                hessian_BSS = weight.seen.blocks / weight.seen.count
+                scale_RB = best_scales_as_peer(w_RK, amax, hessian_BSS)
             else:
                 hessian_BSS = weight.seen.blocks / weight.seen.count
                 scale_RB = best_scales_for_products(w_RK, scale_2, hessian_BSS)
@@ -77,4 +80,28 @@ def best_scales_for_products(w_RK: Tensor, scale_2: Tensor, hessian_BSS: Tensor)
             loss = quadratic(error_NS.view(*best.shape, nvfp4.BLOCK), hessian_BSS)
             best_codes[rows] = torch.where(loss < best, code, best_codes[rows])
             best = torch.minimum(best, loss)
+    return best_codes.view(fp8.DTYPE)
+
+
+def best_scales_as_peer(w_RK: Tensor, amax: Tensor, hessian_BSS: Tensor) -> Tensor:
+    """Return what `best_scales_for_products` does, by Model Optimizer's steps and order of sums.
+
+    Scales often lose equally much, and the last bit of a loss then decides. So the products are
+    those of the whole matrix: their sums are in another order where it is cut into rows.
+
+    Args:
+        w_RK: As there.
+        amax: float32 [], the largest magnitude of all matrices that share a scale.
+        hessian_BSS: As there.
+    """
+    w_NS = w_RK.float().contiguous().view(-1, nvfp4.BLOCK)
+    codes = torch.arange(1, 127, dtype=torch.uint8, device=w_RK.device)
+    best_codes = torch.ones((len(w_RK), len(hessian_BSS)), dtype=torch.uint8, device=w_RK.device)
+    best = torch.full(best_codes.shape, torch.inf, device=w_RK.device)
+    for code, part in zip(codes, codes.view(fp8.DTYPE).float() / E4M3_MAX, strict=True):
+        step = static_steps(amax * part, amax, E4M3_MAX)
+        error_RBS = (w_NS - round_to_steps(w_NS, step)).view(*best.shape, nvfp4.BLOCK)
+        loss = torch.einsum("rbs,bst,rbt->rb", error_RBS, hessian_BSS, error_RBS)
+        best_codes = torch.where(loss < best, code, best_codes)
+        best = torch.minimum(best, loss)
     return best_codes.view(fp8.DTYPE)
