@@ -98,7 +98,7 @@ def _rows(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
                 continue
             if not isinstance(value, int | float) or metric in {"alias", "sample_len"}:
                 continue
-            row = {"on": f"{task}: {metric}", "value": float(value)}
+            row: dict[str, Any] = {"on": f"{task}: {metric}", "value": float(value)}
             if filtered and filtered != "none":
                 row["on"] += f" ({filtered})"
             error = values.get(f"{metric}_stderr,{filtered}")
