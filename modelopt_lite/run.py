@@ -26,7 +26,7 @@ from modelopt_lite.export.inputs import sites_of
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.job import Job, versions
-from modelopt_lite.offload.memory import bound_caches
+from modelopt_lite.offload.memory import bound_caches, keep_freed
 from modelopt_lite.output import writing
 from modelopt_lite.pages.card import write_card
 from modelopt_lite.pages.layers import layer_bytes
@@ -72,6 +72,8 @@ class Run:
         job, scratch, tell = self.job, folder.parent, self.timeline.around(self.tell)
         if self.data is not None:
             bound_caches()
+        else:
+            keep_freed()
         evidence = Evidence(
             cache=cache_stats(job.plan.recipe, job.plan.numerics),
             statistics=input_statistics(job.plan),

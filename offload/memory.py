@@ -37,6 +37,17 @@ def bound_caches() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, _TOP)
 
 
+def keep_freed() -> None:
+    """Keep the memory of temporaries for those that follow, where there are no layers.
+
+    glibc comes to this by itself once a block of its highest threshold was freed; until then a
+    thread gives the end of its heap back after each piece of a matrix, and gets new pages for it.
+    """
+    if (libc := _glibc()) is not None:
+        libc.mallopt(_M_MMAP_THRESHOLD, _MOST)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _MOST)
+
+
 def release_freed() -> None:
     """Give freed memory back to the system."""
     if (libc := _glibc()) is not None:
