@@ -27,7 +27,7 @@ from modelopt_lite.auto.space import Group, Scores, Space
 from modelopt_lite.budgets import SIZES, read_budgets
 from modelopt_lite.build import eager_experts
 from modelopt_lite.calibrate.data import CalibrationData, load_calibration_data
-from modelopt_lite.errors import OutputError, RecipeError
+from modelopt_lite.errors import CalibrationError, OutputError, RecipeError
 from modelopt_lite.job import (
     Job,
     versions,
@@ -91,7 +91,8 @@ class Search:
         """Load the calibration data.
 
         Raises:
-            CalibrationError: Nothing to read, nothing in it, or ids outside of the vocabulary.
+            CalibrationError: Nothing to read, nothing in it, or ids outside of the vocabulary; or
+                samples with pictures.
         """
         options = self.options
         self.data = load_calibration_data(
@@ -103,6 +104,11 @@ class Search:
             vocab_size=self.job.vocab_size,
             trust_remote_code=options.trust_remote_code,
         )
+        if self.data.others:
+            raise CalibrationError(
+                f"auto_quantize scores formats on text, and {self.data.origin} has samples with "
+                "pictures; search on text, then run the recipe that is written with them"
+            )
         self.batches = fitting_batches(self.data.batches, self.job.vocab_size)
 
     def shapes(self) -> list[Batch]:
