@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import nn
 
-
 # torch's own attention multiplies by its output projection's weight without calling that module.
 _READS_CHILDREN = (nn.MultiheadAttention,)
 

@@ -24,6 +24,7 @@ from modelopt_lite.auto.outlook import (
 )
 from modelopt_lite.auto.resume import SearchLog
 from modelopt_lite.auto.space import Group, Scores, Space
+from modelopt_lite.auto.variant_log import VariantLog
 from modelopt_lite.budgets import SIZES, read_budgets
 from modelopt_lite.build import eager_experts
 from modelopt_lite.calibrate.data import CalibrationData, load_calibration_data
@@ -129,7 +130,14 @@ class Search:
         given = {name: getattr(self.options, name) for name in SIZES}
         budgets = read_budgets(given, self.job.device, self.folder)
         stream = self.options.offload != "none"
-        return make_search_schedule(self.job, self.space, self.shapes(), budgets, stream=stream)
+        return make_search_schedule(
+            self.job,
+            self.space,
+            self.shapes(),
+            budgets,
+            stream=stream,
+            notes=self._notes_variants,
+        )
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -208,19 +216,27 @@ class Search:
         return scores
 
     def _scored(self, schedule: SearchSchedule, tell: Progress) -> Scores:
-        """Score by the recipe's method; a search by gradients goes on where one was killed."""
+        """Score by the recipe's method; a search goes on where one was killed."""
         arguments: dict[str, Any] = {
             "schedule": schedule,
             "scratch": self.folder,
             "progress": tell,
         }
         batches = [batch.to(self.job.device) for batch in self.batches]
-        if self.auto.method == "kl":
-            return kl_scores(self.job, self.space, batches, **arguments)
         if not self.options.resume:
             shutil.rmtree(self._journal, ignore_errors=True)
+        if self.auto.method == "kl":
+            noted = None
+            if self._notes_variants:
+                noted = VariantLog(self._journal, self.inputs, len(batches), self.job.device)
+            return kl_scores(self.job, self.space, batches, log=noted, **arguments)
         log = SearchLog(self._journal, self.inputs)
         return gradient_scores(self.job, self.space, batches, log=log, **arguments)
+
+    @property
+    def _notes_variants(self) -> bool:
+        """Whether a search by divergence writes down what all variants have become."""
+        return self.options.resume and self.auto.method == "kl"
 
     def formats(self, scores: Scores) -> dict[str, str]:
         """Return the format of each group: the least summed score within the bits.
