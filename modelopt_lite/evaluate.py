@@ -229,6 +229,11 @@ def load_batches(
         vocab_size=job.vocab_size,
         trust_remote_code=trust,
     )
+    if loaded.others:
+        raise CalibrationError(
+            f"the text {loaded.origin} has samples with pictures, and only text is predicted; "
+            "leave them out"
+        )
     rows, left = [], max_tokens or loaded.tokens
     for row in (row for batch in loaded.batches for row in batch):
         rows.append(row[:left])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -42,7 +42,7 @@ def run_calibrated(
     exporter: Exporter,
     sink: WriteBehind,
     log: UnitLog,
-    batches: Sequence[Tensor],
+    batches: Sequence[Mapping[str, Tensor]],
     *,
     schedule: Schedule,
     scratch: Path,
@@ -57,7 +57,7 @@ def run_calibrated(
         exporter: Takes each unit when all batches have left it, and has the evidence.
         sink: Where the exporter writes to; tells when a unit's memory is free.
         log: Knows which units are finished; the passes go on behind them.
-        batches: Token ids [B, T], on the model's device.
+        batches: The model's arguments, on its device: token ids [B, T], and what comes with them.
         schedule: What is in memory when. Where it holds the whole model, all batches run through it
             one after another, and then it is exported.
         scratch: Folder of waiting activations that lie on disk.
@@ -99,12 +99,12 @@ def run_calibrated(
         stack.enter_context(crew.sending(streamed, watch))
         own = crew.batches(batches)
         heard = None if crew.silent else watch
-        passes = {n: partial(_forward, model, streamed, ids, heard) for n, ids in own.items()}
+        passes = {n: partial(_forward, model, streamed, one, heard) for n, one in own.items()}
         if exporter.rounded:  # behind the others in each layer, whose scales are known then
             heard = watch.twin(RoundedRun(plan.matrices, exporter.evidence).visit)
             passes |= {
-                len(batches) + n: partial(_forward, model, streamed, ids, heard, second=True)
-                for n, ids in own.items()
+                len(batches) + n: partial(_forward, model, streamed, one, heard, second=True)
+                for n, one in own.items()
             }
         # Whole models go pass by pass; searches then would hold what entered all layers.
         if schedule.units is None and not searches and type(crew) is Alone:
@@ -126,7 +126,7 @@ def run_calibrated(
 def _forward(
     model: Any,
     streamed: StreamedModel,
-    batch: Tensor,
+    batch: Mapping[str, Tensor],
     watch: InputWatch | None,
     *,
     second: bool = False,
@@ -134,7 +134,7 @@ def _forward(
     """Run one batch through the model, where ``watch`` sees what enters weights."""
     token = _IN_SECOND_RUN.set(second)
     with streamed.rows, watch or nullcontext(), model_code(model):
-        model(input_ids=batch, use_cache=False)
+        model(**batch, use_cache=False)
     _IN_SECOND_RUN.reset(token)
 
 

@@ -141,7 +141,7 @@ class Run:
         crew: Alone,
     ) -> None:
         job = self.job
-        batches = [batch.to(job.device) for batch in data.batches]
+        batches = data.inputs(job.device, job.model.dtype)
         with self.report.phase("calibrate and quantize"), eager_experts(job.model):
             run_calibrated(
                 job,

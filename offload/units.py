@@ -1,8 +1,9 @@
 """Units of a model: the modules whose weights come and go together.
 
 Units partition the entries (parameters and persistent buffers) of a model: every decoder layer is
-a unit, and outside of layers every module without children that holds entries. What a module with
-children holds itself, outside of layers, is brought in at the start and stays.
+a unit, and outside of layers every module without children that holds entries, and every module
+that reads its children's entries without running them. What another module with children holds
+itself, outside of layers, is brought in at the start and stays.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+# torch's own attention multiplies by its output projection's weight without calling that module.
+_READS_CHILDREN = (nn.MultiheadAttention,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +71,19 @@ def find_units(model: nn.Module, layer_names: Iterable[str]) -> list[Unit]:
 
 
 def _leaf_names(model: nn.Module) -> dict[str, str]:
-    """Map every name of each module without children to its first one; a module may have many."""
+    """Map the names of modules that come as a whole, and below them, to the first name of each.
+
+    A module may have many names.
+    """
     first = {id(module): name for name, module in model.named_modules()}
-    return {
-        name: first[id(module)]
-        for name, module in model.named_modules(remove_duplicate=False)
-        if next(module.children(), None) is None
-    }
+    leaves: dict[str, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        above = leaves.get(name.rpartition(".")[0])
+        if above is not None:  # modules come before what is below them
+            leaves[name] = above
+        elif isinstance(module, _READS_CHILDREN) or next(module.children(), None) is None:
+            leaves[name] = first[id(module)]
+    return leaves
 
 
 def _prefixes(name: str) -> Iterator[str]:

@@ -11,10 +11,20 @@ import yaml
 import modelopt_lite.recipes as package
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.formats.linear import FORMATS
-from modelopt_lite.recipes import ALIASES, Override, Recipe, load_recipe, parse_recipe, preset_names
+from modelopt_lite.recipes import (
+    ALIASES,
+    AUTO_FORMAT,
+    Override,
+    Recipe,
+    load_recipe,
+    parse_recipe,
+    preset_names,
+)
 from modelopt_lite.recipes.written import recipe_text
 
 PRESETS = [
+    "auto_nvfp4_fp8",
+    "auto_weight_only",
     "fp8",
     "fp8_2d_blockwise_weight_only",
     "fp8_per_channel_per_token",
@@ -67,12 +77,14 @@ def test_presets_are_the_files() -> None:
 def test_preset(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.name == name
-    assert recipe.weights in FORMATS
+    assert (recipe.weights == AUTO_FORMAT) == name.startswith("auto_")
+    assert set(recipe.formats) <= set(FORMATS)
     assert recipe.description.endswith(".")
     assert recipe.kv_cache == ("fp8" if name == "nvfp4_fp8_mha" else None)
     assert bool(recipe.include) == (name in PARTIAL)
     assert bool(recipe.exclude) == name.startswith("mamba")
-    assert recipe.formats == (recipe.weights,)
+    if recipe.auto_quantize is None:
+        assert recipe.formats == (recipe.weights,)
     data = yaml.safe_load((Path(package.__file__).parent / f"{name}.yaml").read_text())
     assert parse_recipe({"name": name, **data}, where="here") == recipe
 
@@ -123,7 +135,7 @@ def test_kv_cache_replaces_the_recipes_own() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nvpf4", "unknown recipe 'nvpf4'; did you mean 'nvfp4'.; presets: fp8, "),
+        ("nvpf4", "unknown recipe 'nvpf4'; did you mean 'nvfp4'.; presets: auto_nvfp4_fp8, "),
         ("nvfp4_mlp", "did you mean 'nvfp4_mlp_only'"),
         ("zzz", "unknown recipe 'zzz'; presets: "),
         ("", "unknown recipe ''"),

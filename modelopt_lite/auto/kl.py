@@ -12,7 +12,7 @@ model once for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -27,6 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from modelopt_lite.auto.outlook import SearchSchedule, head_units
 from modelopt_lite.auto.rounded import Part, input_scales, layer_parts
 from modelopt_lite.auto.space import Scores, Space
+from modelopt_lite.auto.variant_log import Became, Variant, VariantLog
 from modelopt_lite.calibrate.model_code import model_code
 from modelopt_lite.calibrate.observe import InputStats, InputWatch, Site
 from modelopt_lite.errors import InternalError, SpecError
@@ -40,9 +41,6 @@ from modelopt_lite.pipeline import without_head
 from modelopt_lite.predictions import token_divergences
 from modelopt_lite.progress import Progress
 
-Variant = tuple[str, str]
-"""A group, and the format that it is in."""
-
 _CHUNK = 1 << 21  # logits that are float64 at a time: 16 MiB
 
 
@@ -54,6 +52,7 @@ def kl_scores(
     schedule: SearchSchedule,
     scratch: Path,
     progress: Progress,
+    log: VariantLog | None = None,
 ) -> Scores:
     """Return the score of every format of every group.
 
@@ -66,6 +65,7 @@ def kl_scores(
         schedule: What is in memory when.
         scratch: Folder of what is put away on disk.
         progress: Told how far it is.
+        log: Where each layer that is done is noted, and was by an earlier search.
 
     Raises:
         CalibrationError: A group saw no token.
@@ -78,7 +78,7 @@ def kl_scores(
         shelf = stack.enter_context(Shelf(schedule.kept, scratch, schedule.scratch))
         stack.enter_context(torch.no_grad())
         variants = _Variants(job, space, shelf, [_Pass() for _ in batches])
-        _through_layers(job, batches, variants, schedule, waiting, progress)
+        _through_layers(job, batches, variants, schedule, waiting, progress, log)
         return _at_the_head(job, space, batches, variants, shelf)
 
 
@@ -133,6 +133,22 @@ class _Variants:
         """Let go of a layer."""
         self._parts = {}
 
+    def became(self) -> Iterator[Became]:
+        """Yield what each pass has become in each variant, on the host."""
+        for index, own in enumerate(self.passes):
+            for variant, kept in own.became.items():
+                yield index, variant, {at: self._shelf.look(value) for at, value in kept.items()}
+
+    def restore(self, became: Iterable[Became]) -> None:
+        """Take what passes had become in an earlier search."""
+        for index, variant, values in became:
+            self.passes[index].became[variant] = {a: self._shelf.put(v) for a, v in values.items()}
+
+    def resumed(self, index: int, calls: int, output: Any) -> Any:
+        """Return a layer's output of an earlier search, as a pass goes on with it."""
+        self.passes[index].calls = calls
+        return _known(self.passes[index], output)
+
     def around(self, forward: Callable[..., Any], current: Callable[[], int]) -> Callable[..., Any]:
         """Return a layer's forward that runs all variants, too, in its second run."""
 
@@ -172,12 +188,10 @@ class _Variants:
                 with self._rounded(group, fmt):
                     became[group, fmt] = kept(values)
         args, kwargs = tree_unflatten(values, structure)
-        made, own.structure = tree_flatten(forward(*args, **kwargs))
+        made = forward(*args, **kwargs)
         own.calls += 1
-        own.became, own.others = became, made
-        with torch.enable_grad():  # so that what is computed with them is known for it
-            own.returned = {at: v.detach().requires_grad_() for at, v in _floating(made).items()}
-        return tree_unflatten([own.returned.get(at, v) for at, v in enumerate(made)], own.structure)
+        own.became = became
+        return _known(own, made)
 
     def _formats(self, group: str) -> list[str]:
         parts = (part for parts in self._parts.values() for part in parts if part.group == group)
@@ -219,6 +233,16 @@ class _Variants:
                 part.target.copy_(value)
 
 
+def _known(own: _Pass, output: Any) -> Any:
+    """Return a layer's output, its tensors such that what is computed with them shows."""
+    own.others, own.structure = tree_flatten(output)
+    with torch.enable_grad():
+        own.returned = {at: v.detach().requires_grad_() for at, v in _floating(own.others).items()}
+    return tree_unflatten(
+        [own.returned.get(at, v) for at, v in enumerate(own.others)], own.structure
+    )
+
+
 def _taken(values: Sequence[Any], own: _Pass) -> dict[int, int]:
     """Return which of the values that enter a layer are which of what the last one returned.
 
@@ -250,13 +274,20 @@ def _through_layers(
     schedule: SearchSchedule,
     waiting: Waiting | None,
     progress: Progress,
+    log: VariantLog | None,
 ) -> None:
     """Run all batches and variants in lockstep, up to the head."""
     model, done = job.model, [0]
+    noted: dict[str, Any] = {}
+    if log is not None:
+        variants.restore(log.variants())
+        noted = {"replay": log.replay(variants.resumed), "returned": log.returned}
 
     def leaving(loaded: Loaded, give_back: Callable[[], None]) -> None:
         variants.left()
         give_back()
+        if log is not None and loaded.unit.is_layer:
+            log.finish(loaded.unit.name, variants.became())
         done[0] += 1
         progress(f"unit {loaded.unit.name}", min(done[0], len(units)), len(units))
 
@@ -274,6 +305,7 @@ def _through_layers(
             entered=variants.entered,
             leaving=leaving,
             again=variants.again,
+            finished=log.done if log is not None else (),
         )
         layers = {u.name: model.get_submodule(u.name) for u in units if u.is_layer}
         with (
@@ -282,7 +314,8 @@ def _through_layers(
             ),
             streamed,
         ):
-            streamed.run_together([partial(forward, ids) for ids in batches], waiting=waiting)
+            passes = [partial(forward, ids) for ids in batches]
+            streamed.run_together(passes, waiting=waiting, **noted)
 
 
 def _at_the_head(

@@ -46,12 +46,14 @@ class SearchSchedule:
         waiting: Bytes of activations that wait for the next layer; those beyond lie on disk.
         kept: The same of those that are kept for the way back.
         scratch: The most bytes on disk for each; None: no limit.
+        notes: What is kept is noted on disk behind each layer, too, for a later search.
     """
 
     units: int | None = None
     waiting: int | None = None
     kept: int | None = None
     scratch: int | None = None
+    notes: bool = False
 
 
 def _kind(job: Job, unit: Unit) -> str:
@@ -86,6 +88,8 @@ def predict_search(
     tokens, widest = sum(map(math.prod, batches)), max(map(math.prod, batches), default=0)
     kept = tokens * shapes.hidden * _kept_states(job, space)
     waiting = tokens * shapes.waiting
+    # A layer's notes are removed when those of the next one are on disk.
+    noted = 2 * (kept + tokens * shapes.hidden) if schedule.notes else 0
     in_memory = [
         size if limit is None else min(size, limit)
         for size, limit in ((kept, schedule.kept), (waiting, schedule.waiting))
@@ -118,7 +122,7 @@ def predict_search(
         },
         work=work,
         on_host=job.device.type == "cpu",
-        disk_scratch=kept + waiting - sum(in_memory),
+        disk_scratch=kept + waiting - sum(in_memory) + noted,
         bytes_read=sum(
             READS[method][_kind(job, unit)] * _stored_bytes(job, unit) for unit in job.plan.units
         ),
@@ -164,17 +168,28 @@ def _graph(job: Job, shapes: Shapes, batch: Batch) -> int:
 
 
 def make_search_schedule(
-    job: Job, space: Space, batches: Sequence[Batch], budgets: Budgets, *, stream: bool
+    job: Job,
+    space: Space,
+    batches: Sequence[Batch],
+    budgets: Budgets,
+    *,
+    stream: bool,
+    notes: bool,
 ) -> SearchSchedule:
     """Decide what is in memory when, so that a search keeps to its budgets.
 
-    Without a budget a quarter of the free memory is for activations. The rest lies on disk.
+    Without a budget a quarter of the free memory is for activations. The rest lies on disk. Where
+    ``notes``, what is kept is noted there besides.
 
     Raises:
         RecipeError: The budgets cannot be met.
     """
     least = SearchSchedule(
-        units=job.unit_bytes()[0] if stream else None, waiting=0, kept=0, scratch=budgets.disk
+        units=job.unit_bytes()[0] if stream else None,
+        waiting=0,
+        kept=0,
+        scratch=budgets.disk,
+        notes=notes,
     )
     foretold = predict_search(job, space, batches, least)
     if budgets.disk is not None:  # what does not fit on disk stays in memory
@@ -193,7 +208,9 @@ def make_search_schedule(
     if budgets.disk is not None and scratch > budgets.disk:
         raise RecipeError(
             f"disk_scratch is {budgets.disk:,} bytes, and the search needs {scratch:,} for "
-            "activations beside host_memory; give more of either, or less to calibrate with "
-            "(calib_size, calib_seq_len)"
+            "activations beside host_memory"
+            f"{' and for what a later search goes on with' if notes else ''}; give more of either, "
+            f"{'search with resume=False (--no-resume), ' if notes else ''}or give less to "
+            "calibrate with (calib_size, calib_seq_len)"
         )
     return schedule

@@ -24,10 +24,11 @@ from modelopt_lite.auto.outlook import (
 )
 from modelopt_lite.auto.resume import SearchLog
 from modelopt_lite.auto.space import Group, Scores, Space
+from modelopt_lite.auto.variant_log import VariantLog
 from modelopt_lite.budgets import SIZES, read_budgets
 from modelopt_lite.build import eager_experts
 from modelopt_lite.calibrate.data import CalibrationData, load_calibration_data
-from modelopt_lite.errors import OutputError, RecipeError
+from modelopt_lite.errors import CalibrationError, OutputError, RecipeError
 from modelopt_lite.job import (
     Job,
     versions,
@@ -91,7 +92,8 @@ class Search:
         """Load the calibration data.
 
         Raises:
-            CalibrationError: Nothing to read, nothing in it, or ids outside of the vocabulary.
+            CalibrationError: Nothing to read, nothing in it, or ids outside of the vocabulary; or
+                samples with pictures.
         """
         options = self.options
         self.data = load_calibration_data(
@@ -103,6 +105,11 @@ class Search:
             vocab_size=self.job.vocab_size,
             trust_remote_code=options.trust_remote_code,
         )
+        if self.data.others:
+            raise CalibrationError(
+                f"auto_quantize scores formats on text, and {self.data.origin} has samples with "
+                "pictures; search on text, then run the recipe that is written with them"
+            )
         self.batches = fitting_batches(self.data.batches, self.job.vocab_size)
 
     def shapes(self) -> list[Batch]:
@@ -123,7 +130,14 @@ class Search:
         given = {name: getattr(self.options, name) for name in SIZES}
         budgets = read_budgets(given, self.job.device, self.folder)
         stream = self.options.offload != "none"
-        return make_search_schedule(self.job, self.space, self.shapes(), budgets, stream=stream)
+        return make_search_schedule(
+            self.job,
+            self.space,
+            self.shapes(),
+            budgets,
+            stream=stream,
+            notes=self._notes_variants,
+        )
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -202,19 +216,27 @@ class Search:
         return scores
 
     def _scored(self, schedule: SearchSchedule, tell: Progress) -> Scores:
-        """Score by the recipe's method; a search by gradients goes on where one was killed."""
+        """Score by the recipe's method; a search goes on where one was killed."""
         arguments: dict[str, Any] = {
             "schedule": schedule,
             "scratch": self.folder,
             "progress": tell,
         }
         batches = [batch.to(self.job.device) for batch in self.batches]
-        if self.auto.method == "kl":
-            return kl_scores(self.job, self.space, batches, **arguments)
         if not self.options.resume:
             shutil.rmtree(self._journal, ignore_errors=True)
+        if self.auto.method == "kl":
+            noted = None
+            if self._notes_variants:
+                noted = VariantLog(self._journal, self.inputs, len(batches), self.job.device)
+            return kl_scores(self.job, self.space, batches, log=noted, **arguments)
         log = SearchLog(self._journal, self.inputs)
         return gradient_scores(self.job, self.space, batches, log=log, **arguments)
+
+    @property
+    def _notes_variants(self) -> bool:
+        """Whether a search by divergence writes down what all variants have become."""
+        return self.options.resume and self.auto.method == "kl"
 
     def formats(self, scores: Scores) -> dict[str, str]:
         """Return the format of each group: the least summed score within the bits.

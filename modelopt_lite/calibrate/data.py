@@ -1,7 +1,8 @@
 """Calibration data: from text, files or token ids to batches of equal length, never padded.
 
 Texts become blocks of ``seq_len`` tokens. Samples of a list are kept apart, cut to ``seq_len``, and
-batched with others of the same length: no pad token ever reaches a statistic.
+batched with others of the same length: no pad token ever reaches a statistic. Samples with pictures
+(`modelopt_lite.calibrate.chat`) are batches of their own, behind the others.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from modelopt_lite.calibrate.chat import RecordReader, Sample, encode_text
 from modelopt_lite.errors import CalibrationError
 from modelopt_lite.words import counted
 
@@ -26,10 +28,17 @@ CalibData = str | Path | Sequence[str] | Iterable[Tensor] | None
 
 @dataclass(frozen=True, slots=True)
 class CalibrationData:
-    """Batches of token ids, [B, T] int64 each, and where they came from."""
+    """What a model is calibrated with.
+
+    Attributes:
+        batches: Token ids, [B, T] int64 each.
+        origin: Where they came from.
+        others: What else the model is given with a batch, by the batch's number.
+    """
 
     batches: tuple[Tensor, ...]
     origin: str
+    others: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -41,12 +50,28 @@ class CalibrationData:
         """How many sequences there are."""
         return sum(len(batch) for batch in self.batches)
 
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+        """Return the model's arguments for each batch; what is no integer is cast to ``dtype``."""
+        return [
+            {
+                "input_ids": ids_BT.to(device),
+                **{
+                    name: value.to(device, dtype if value.is_floating_point() else None)
+                    for name, value in self.others.get(number, {}).items()
+                },
+            }
+            for number, ids_BT in enumerate(self.batches)
+        ]
+
     def fingerprint(self) -> str:
-        """SHA-256 over shapes and ids, in order."""
+        """SHA-256 over shapes, ids and what comes with them, in order."""
         digest = hashlib.sha256()
-        for batch in self.batches:
+        for number, batch in enumerate(self.batches):
             digest.update(repr(tuple(batch.shape)).encode())
             digest.update(batch.contiguous().numpy().tobytes())
+            for name, value in sorted(self.others.get(number, {}).items()):
+                digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -65,6 +90,7 @@ def load_calibration_data(
     Args:
         data: None for the text that comes with CPython; a path (.txt, .jsonl, .json, .parquet, or
             .safetensors of token ids); texts; or batches of ids, which are used as they are.
+            Records of .jsonl, .json and .parquet: see `modelopt_lite.calibrate.chat`.
         source: The checkpoint, for its tokenizer.
         size: The most sequences that are taken.
         seq_len: Length that texts are cut to, in tokens.
@@ -80,21 +106,30 @@ def load_calibration_data(
             f"calib_size {size}, calib_seq_len {seq_len} and batch_size {batch_size} must be at "
             "least 1, 2 and 1"
         )
-    origin, ids = _sequences(data, source, size, seq_len, trust_remote_code)
+    origin, found = _sequences(data, source, size, seq_len, trust_remote_code)
+    ids = [one.ids if isinstance(one, Sample) else one for one in found]
+    alone = {n for n, one in enumerate(found) if isinstance(one, Sample) and one.others}
     batched = bool(ids) and ids[0].ndim == 2
-    made = ids if batched else batch_by_length(ids[:size], batch_size or 8)
-    batches = tuple(batch for batch in made if batch.numel())
+    plain = [own for n, own in enumerate(ids[:size]) if n not in alone]
+    made = ids if batched else batch_by_length(plain, batch_size or 8)
+    batches = [batch for batch in made if batch.numel()]
+    # A processor's own tokens for pictures may lie behind the vocabulary of its model's text.
+    _check_ids(batches, vocab_size, origin)
+    others = {}
+    for sample in found:
+        if isinstance(sample, Sample) and sample.others:
+            others[len(batches)] = sample.others
+            batches.append(sample.ids[None])
     if not batches:
         raise CalibrationError(
             f"the calibration data ({origin}) holds no tokens; give text, or token ids [B, T]"
         )
-    _check_ids(batches, vocab_size, origin)
-    return CalibrationData(batches, origin)
+    return CalibrationData(tuple(batches), origin, others)
 
 
 def _sequences(
     data: CalibData, source: Path, size: int, seq_len: int, trust: bool
-) -> tuple[str, list[Tensor]]:
+) -> tuple[str, Sequence[Tensor | Sample]]:
     """Return (origin, 1-D sequences), or 2-D batches where the caller made batches."""
     if data is None:
         from modelopt_lite.calibrate.text import calibration_text
@@ -117,7 +152,7 @@ def _sequences(
     if items and all(isinstance(item, str) for item in items):
         tokenizer = load_tokenizer(source, trust)
         texts = [str(item) for item in items[:size]]
-        return "a list of texts", [_encode(tokenizer, text)[:seq_len] for text in texts]
+        return "a list of texts", [encode_text(tokenizer, text)[:seq_len] for text in texts]
     return "batches of token ids", [_as_batch(item, index) for index, item in enumerate(items)]
 
 
@@ -130,7 +165,9 @@ def _as_batch(item: Any, index: int) -> Tensor:
     return item.to(torch.int64)
 
 
-def _from_file(path: Path, source: Path, size: int, seq_len: int, trust: bool) -> list[Tensor]:
+def _from_file(
+    path: Path, source: Path, size: int, seq_len: int, trust: bool
+) -> Sequence[Tensor | Sample]:
     if not path.is_file():
         what = "is no file" if path.exists() else "does not exist"
         raise CalibrationError(f"the calibration file {path} {what}; check the path")
@@ -153,8 +190,8 @@ def _from_file(path: Path, source: Path, size: int, seq_len: int, trust: bool) -
         except UnicodeDecodeError as error:
             raise CalibrationError(f"the calibration file {path} is no UTF-8: {error}") from error
         return text_blocks(tokenizer, text, seq_len, size)
-    samples = _take(_records(path), size)
-    return [_encode_record(tokenizer, record, path)[:seq_len] for record in samples]
+    reader = RecordReader(path, source, tokenizer, trust)
+    return [reader.sample(record, seq_len) for record in _take(_records(path), size)]
 
 
 def _take(records: Iterator[Any], size: int) -> Iterator[Any]:
@@ -199,27 +236,6 @@ def _parquet(path: Path) -> Iterator[Any]:
         yield from batch.to_pylist()
 
 
-def _encode_record(tokenizer: Any, record: Any, path: Path) -> Tensor:
-    """One sample: a text, or a mapping with "text" or with the "messages" of a chat."""
-    if isinstance(record, str):
-        return _encode(tokenizer, record)
-    if isinstance(record, dict) and isinstance(record.get("text"), str):
-        return _encode(tokenizer, record["text"])
-    if isinstance(record, dict) and isinstance(record.get("messages"), list):
-        try:
-            text = tokenizer.apply_chat_template(record["messages"], tokenize=False)
-        except Exception as error:  # no template, or whatever the template's own code raises
-            raise CalibrationError(
-                f"the tokenizer's chat template does not take a sample of {path} "
-                f"({str(record)[:80]!r}): {error}; give texts instead"
-            ) from error
-        return _encode(tokenizer, text, special=False)
-    raise CalibrationError(
-        f'a sample of {path} is {str(record)[:80]!r}; give texts, or objects with "text" or '
-        '"messages"'
-    )
-
-
 def load_tokenizer(source: Path, trust_remote_code: bool) -> Any:
     """Return the checkpoint's tokenizer.
 
@@ -241,11 +257,6 @@ def load_tokenizer(source: Path, trust_remote_code: bool) -> Any:
         ) from error
 
 
-def _encode(tokenizer: Any, text: str, *, special: bool = True) -> Tensor:
-    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.int64)
-
-
 def text_blocks(tokenizer: Any, text: str, seq_len: int, size: int) -> list[Tensor]:
     """Cut a long text to blocks; each begins as the tokenizer begins a text (BOS, if it has one).
 
@@ -263,8 +274,8 @@ def text_blocks(tokenizer: Any, text: str, seq_len: int, size: int) -> list[Tens
     Raises:
         CalibrationError: The tokens that begin a text fill the block.
     """
-    whole = _encode(tokenizer, text)
-    plain = _encode(tokenizer, text, special=False)
+    whole = encode_text(tokenizer, text)
+    plain = encode_text(tokenizer, text, special=False)
     start = whole[: _first_at(whole, plain)]
     width = seq_len - len(start)
     if width < 1:

@@ -39,6 +39,9 @@ from modelopt_lite.plan import Matrix
 from modelopt_lite.ranks.joining import Joining, moved
 from modelopt_lite.ranks.stacks import AmaxOnDemand, ReadStacks
 
+Inputs = Mapping[str, Tensor]
+"""A model's arguments for one batch."""
+
 _STATION = "#experts"
 
 
@@ -52,7 +55,7 @@ class Alone:
         self._exporter = exporter
         self._evidence = exporter.evidence
 
-    def batches(self, batches: Sequence[Tensor]) -> dict[int, Tensor]:
+    def batches(self, batches: Sequence[Inputs]) -> dict[int, Inputs]:
         """Return the batches that this process sends through the model, by number."""
         return dict(enumerate(batches))
 
@@ -153,7 +156,7 @@ class Ranks(Alone):
         names = job.plan.names
         self._replaced = {names.resolve(m.entry) for m in job.plan.matrices}
 
-    def batches(self, batches: Sequence[Tensor]) -> dict[int, Tensor]:
+    def batches(self, batches: Sequence[Inputs]) -> dict[int, Inputs]:
         """Return this rank's share, or the first batch where it has none."""
         return {number: batches[number] for number in self._own or (0,)}
 

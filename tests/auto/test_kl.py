@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from modelopt_lite.auto.kl import kl_scores
 from modelopt_lite.auto.outlook import SearchSchedule
 from modelopt_lite.auto.search import Search
 from modelopt_lite.auto.settle import prepare_search
+from modelopt_lite.auto.variant_log import VariantLog
 from modelopt_lite.build import eager_experts
 from modelopt_lite.checkpoint.dequant import DequantizedSource, open_source
 from modelopt_lite.errors import SpecError
@@ -146,3 +147,73 @@ def test_models_that_compute_between_layers_are_refused(
     assert forward
     with pytest.raises(SpecError, match="use method: gradient"):
         scores_of(search, token_batches, tmp_path, SearchSchedule())
+
+
+class KilledError(Exception):
+    """Stands for the end of a process."""
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_search_goes_on_behind_the_last_layer_noted(
+    after: int, checkpoint: MakeCheckpoint, token_batches: list[Tensor], tmp_path: Path
+) -> None:
+    source = checkpoint("qwen3_moe", num_hidden_layers=3)
+    whole = search_of(source)
+    wanted = scores_of(whole, token_batches, tmp_path, SearchSchedule())
+    layers: list[str] = []
+
+    def killed(phase: str, done: int, total: int) -> None:
+        if ".layers." in phase:
+            layers.append(phase)
+            if len(layers) == after:
+                raise KilledError
+
+    for progress in (killed, lambda phase, done, total: layers.append(phase)):
+        search = search_of(source)
+        job = search.job
+        log = VariantLog(tmp_path / "journal", {"of": "this"}, len(token_batches), job.device)
+        with eager_experts(job.model), suppress(KilledError):
+            scores = kl_scores(
+                job,
+                search.space,
+                token_batches,
+                schedule=SearchSchedule(units=job.unit_bytes()[0], waiting=0, kept=0),
+                scratch=tmp_path,
+                progress=progress,
+                log=log,
+            )
+    assert log.done == [f"model.layers.{index}" for index in range(after)]
+    assert scores == wanted
+    assert sum(".layers." in phase for phase in layers) == 3  # none ran twice
+    assert len(list((tmp_path / "journal").glob("*.bin"))) == 1
+    sizes = {name: info.nbytes for name, info in job.source.tensors.items()}
+    layer = sum(size for name, size in sizes.items() if ".layers." in name) // 3
+    assert whole.job.source.bytes_read - job.source.bytes_read == after * layer
+
+
+def test_a_search_killed_by_divergence_is_resumed_by_the_api(
+    checkpoint: MakeCheckpoint,
+    token_batches: list[Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, recipe = checkpoint("llama"), tmp_path / "auto.yaml"
+    recipe.write_text("auto_quantize: {formats: [nvfp4, fp8], effective_bits: 6.0, method: kl}\n")
+    finish = VariantLog.finish
+
+    def killed(self: VariantLog, layer: str, became: Any) -> None:
+        finish(self, layer, became)
+        raise KilledError
+
+    options: dict[str, Any] = {"recipe": recipe, "calib_data": token_batches, "progress": False}
+    monkeypatch.setattr(VariantLog, "finish", killed)
+    with pytest.raises(KilledError):
+        quantize_and_export(source, export_dir=tmp_path / "out", **options)
+    monkeypatch.setattr(VariantLog, "finish", finish)
+    folder = tmp_path / "out-search"
+    [journal] = folder.glob("*.journal")
+    quantize_and_export(source, export_dir=tmp_path / "out", **options)
+    assert not journal.exists()
+    quantize_and_export(source, export_dir=tmp_path / "anew", resume=False, **options)
+    [one], [other] = folder.glob("*.json"), (tmp_path / "anew-search").glob("*.json")
+    assert one.read_text() == other.read_text()

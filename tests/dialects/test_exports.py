@@ -416,9 +416,11 @@ def test_experts_of_one_tensor_may_be_left(checkpoint: MakeCheckpoint, tmp_path:
 
 def test_the_table_of_clients_names_every_preset_in_every_dialect() -> None:
     from modelopt_lite.dialects.known import DIALECTS
-    from modelopt_lite.recipes import preset_names
+    from modelopt_lite.recipes import load_recipe, preset_names
 
     text = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
-    for preset in preset_names():
+    settled = [name for name in preset_names() if load_recipe(name).auto_quantize is None]
+    assert settled
+    for preset in settled:
         for dialect in DIALECTS:
             assert f"| {preset} | {dialect} |" in text, "run nox -s clients"

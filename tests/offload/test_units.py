@@ -318,3 +318,20 @@ def test_whole_numbers_and_buffers() -> None:
     take_out(store, weights)
     assert all(t.is_meta for t in model.state_dict().values())
     assert len(list(model.buffers())) == 3
+
+
+def test_a_module_that_reads_its_childrens_weights_is_one_unit() -> None:
+    class Pooling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.probe = nn.Parameter(torch.zeros(1, 8))
+            self.attention = nn.MultiheadAttention(8, 2)
+            self.norm = nn.LayerNorm(8)
+
+    units = {unit.name: set(unit.entries) for unit in find_units(Pooling(), ())}
+    ends = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+    assert units == {
+        "attention": {f"attention.{end}" for end in ends},
+        "norm": {"norm.weight", "norm.bias"},
+        "": {"probe"},
+    }
