@@ -127,7 +127,7 @@ class Shape:
 def run_here(
     source: Path, out: Path, ranks: int, batches: int, ep: int | None = None
 ) -> dict[str, Any]:
-    """Return the seconds of a run of so many processes of one thread, and what each rank took."""
+    """Return the seconds of a run of processes on a core each, and what each rank took."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -147,7 +147,9 @@ def run_here(
 
 
 _CHILD = f"""
-import json, sys, time, torch
+import json, os, sys, time, torch
+cores = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, [cores[int(os.environ["RANK"]) % len(cores)]])  # threads that write, too
 import transformers.models.qwen3_moe.modeling_qwen3_moe, modelopt_lite.api
 generator = torch.Generator().manual_seed(0)
 count = int(sys.argv[3])
