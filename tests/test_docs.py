@@ -5,6 +5,7 @@ docs/offload.md and docs/add_a_model.md have tests of their own beside what they
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 import modelopt_lite
 from modelopt_lite import cli
+from modelopt_lite.calibrate.chat import RecordReader
 from modelopt_lite.recipes import parse_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -100,8 +102,20 @@ def test_examples_run(page: Path, workplace: Path) -> None:
         elif language == "sh":
             for line in text.splitlines():
                 run_line(line)
+        elif language == "json":
+            check_records(text)
         else:
             assert language == "", f"{page}: a block of {language} has no test"
+
+
+def check_records(lines: str) -> None:
+    """Of records of calibration data: each is understood, its pictures beside it."""
+    Path("photos").mkdir()
+    Path("photos/cat.png").touch()
+    reader = RecordReader(Path("records.jsonl"), TINY, None, trust_remote_code=False)
+    for line in lines.splitlines():
+        record = json.loads(line)
+        assert (reader._messages(record) is None) == (record.keys() == {"text"}), line
 
 
 def in_memory() -> dict[str, Any]:
