@@ -97,7 +97,20 @@ FORMATS: dict[str, Format] = {
     ),
 }
 # Model, format and tensors that may differ, as patterns, and the name of the reason.
-REASONS: tuple[tuple[str, str, str, str], ...] = ()
+REASONS: tuple[tuple[str, str, str, str], ...] = (
+    ("(qwen3_moe|mixtral|deepseek_v3)", "int8_sq", r".*\.experts\.\d+\..*", "experts are smoothed"),
+)
+# Model and format that are refused here, and the name of the reason.
+REFUSED = {("deepseek_v3", "fp8+kv_fp8_affine"): "affine caches need whole heads"}
+# Model, format, what the peer calls a tensor, and what the source does; the reason beside it.
+NAMES_OF_THE_SOURCE = "names stay those of the source"
+RENAMED: tuple[tuple[str, str, str, str], ...] = (
+    *(
+        ("mixtral", "fp8_pb_wo", rf"mlp\.(experts\.\d+)\.{theirs}", rf"block_sparse_moe.\1.{ours}")
+        for theirs, ours in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+    ),
+    ("mixtral", "fp8_pb_wo", r"mlp\.gate\.", "block_sparse_moe.gate."),
+)
 
 
 @dataclass
@@ -131,14 +144,27 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(t.reshape(-1).contiguous().view(torch.uint8) for t in (one, other)))
 
 
+def renamed(name: str, model: str, fmt: str) -> str:
+    """Return what the source calls a tensor that the peer has given another name."""
+    for of_model, of_format, theirs, ours in RENAMED:
+        if (of_model, of_format) == (model, fmt):
+            name = re.sub(theirs, ours, name)
+    return name
+
+
 def compare(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], model: str, fmt: str
 ) -> Compared:
     """Compare every tensor of either side."""
     found = Compared()
+    called = {renamed(name, model, fmt): name for name in theirs}
+    theirs = {name: theirs[before] for name, before in called.items()}
     for name in sorted(ours.keys() | theirs.keys()):
         if name in ours and name in theirs and same(ours[name], theirs[name]):
-            found.equal += 1
+            if called[name] == name:
+                found.equal += 1
+            else:
+                found.named.setdefault(NAMES_OF_THE_SOURCE, []).append(name)
             continue
         for of_model, of_format, of_name, reason in REASONS:
             pairs = ((of_model, model), (of_format, fmt), (of_name, name))
@@ -228,7 +254,9 @@ def compare_formats(
             here = "ours is refused, too" if refused else "ours is written"
             found[name] = Compared(problem=f"the peer fails ({here}): {said}")
         elif refused:
-            found[name] = Compared(problem=f"ours is refused: {refused}", unnamed=["all"])
+            reason = REFUSED.get((model, name))
+            said = f"refused here ({reason}): {refused}"
+            found[name] = Compared(problem=said, unnamed=[] if reason else ["all"])
         else:
             ours, theirs = (load_file(path / "model.safetensors") for path in (out, peer))
             found[name] = compare(ours, theirs, model, name)
@@ -281,17 +309,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--formats", nargs="*", default=list(FORMATS))
+    parser.add_argument("--rows", type=Path, help="file that keeps and adds up what runs found")
     parser.add_argument("--out", type=Path, default=Path("docs/parity.md"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    found = {}
+    found: dict[str, dict[str, Compared]] = {}
+    if args.rows and args.rows.is_file():
+        kept = json.loads(args.rows.read_text(encoding="utf-8"))
+        found = {m: {f: Compared(**row) for f, row in rows.items()} for m, rows in kept.items()}
     with tempfile.TemporaryDirectory() as folder:
         for model in args.models:
-            found[model] = compare_formats(
-                model, args.formats, args.seed, args.python, Path(folder)
-            )
-            args.out.write_text(document(found, args.seed, torch.__version__), encoding="utf-8")
+            new = compare_formats(model, args.formats, args.seed, args.python, Path(folder))
+            found[model] = found.get(model, {}) | new
+            if args.rows:
+                args.rows.write_text(json.dumps(found, default=vars, indent=1), encoding="utf-8")
+    args.out.write_text(document(found, args.seed, torch.__version__), encoding="utf-8")
     bad = [
         f"{model} {name}: {', '.join(compared.unnamed[:5])} {compared.problem}"
         for model, formats in found.items()

@@ -29,9 +29,7 @@ def run(job: dict[str, Any]) -> None:
     if job["kv_cache"]:
         cache = getattr(mtq, job["kv_cache"])["quant_cfg"]
         config = update_quant_cfg_with_kv_cache_quant(config, cache)
-    model = AutoModelForCausalLM.from_pretrained(
-        job["source"], dtype=torch.bfloat16, attn_implementation="sdpa"
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(job["source"], dtype=torch.bfloat16).eval()
 
     def loop(model: Any) -> None:
         for name in sorted(batches):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from modelopt_lite import quantize_and_export
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,8 +47,37 @@ def test_every_difference_is_seen(
     assert found.cell == "**5 of 6 differ**"
 
 
+def test_names_that_the_peer_changed_are_undone(scripts: tuple[Any, Any]) -> None:
+    """The tensor is compared under the source's name, and counted apart."""
+    parity, _ = scripts
+    value = torch.ones(2)
+    theirs = {"model.layers.0.mlp.experts.3.up_proj.weight": value, "lm_head.weight": value}
+    ours = {"model.layers.0.block_sparse_moe.experts.3.w3.weight": value, "lm_head.weight": value}
+    found = parity.compare(ours, theirs, "mixtral", "fp8_pb_wo")
+    assert found.named == {parity.NAMES_OF_THE_SOURCE: [next(iter(ours))]}
+    assert (found.equal, found.unnamed) == (1, [])
+    assert len(parity.compare(ours, theirs, "mixtral", "fp8").unnamed) == 2
+
+
+def test_mixtral_keeps_its_names_in_block_fp8(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 128)
+    source, out = checkpoint("mixtral", **sizes), tmp_path / "out"
+    recipe = "fp8_2d_blockwise_weight_only"
+    quantize_and_export(source, export_dir=out, recipe=recipe, numerics="modelopt", progress=False)
+    written = load_file(out / "model.safetensors").keys()
+    assert {name for name in written if not name.endswith("_scale")} == set(
+        load_file(source / "model.safetensors")
+    )
+    assert any("block_sparse_moe.experts.0.w1.weight_scale" in name for name in written)
+
+
 def test_reasons_are_in_the_documentation(scripts: tuple[Any, Any]) -> None:
     text = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    assert all(
+        name in text for name in (scripts[0].NAMES_OF_THE_SOURCE, *scripts[0].REFUSED.values())
+    )
     for *patterns, reason in scripts[0].REASONS:
         assert reason in text
         for pattern in patterns:

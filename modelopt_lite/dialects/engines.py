@@ -73,6 +73,8 @@ _REFUSING: Mapping[tuple[str, str], str] = {
 # The reader that joins experts, and what it can join.
 _JOINING = (CompressedTensors.name, "transformers")
 _JOINED = ("int4_weight_only", "int8_weight_only")
+# Seen in vLLM 0.32.0: "Unsupported FusedMoe scheme", where inputs are not scaled at run time.
+_STATIC_EXPERTS = (CompressedTensors.name, "vLLM", "int8")
 # Where the name of a format is known and its blocks are not.
 _BLOCKS = "blocks of NVFP4 have 16 elements, not {block}"
 
@@ -88,6 +90,10 @@ def verdict(engine: str, dialect: str, fmt: LinearFormat, *, experts: bool = Fal
     """
     if experts and (dialect, engine) == _JOINING and fmt.family not in _JOINED:
         return Verdict("refused", "transformers 5 joins experts, and decompresses words alone")
+    if experts and (dialect, engine, fmt.name) == _STATIC_EXPERTS:
+        return Verdict(
+            "refused", "experts in INT8 need scales of inputs that are found as they run"
+        )
     listed = fmt.family in _LOADED.get((dialect, engine), ())
     if listed and (fmt.name == fmt.family or fmt.group_size in _GROUPS.get((dialect, engine), ())):
         return _LOADS

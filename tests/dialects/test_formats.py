@@ -224,5 +224,8 @@ def test_verdicts() -> None:
     blocks = verdict("vLLM", ModelOpt.name, FORMATS["w4a16_nvfp4_32"])
     assert blocks.answer == "refused"
     assert "16 elements, not 32" in blocks.rule
+    static = FORMATS["int8"]
+    assert verdict("vLLM", CompressedTensors.name, static).answer == "loads"
+    assert verdict("vLLM", CompressedTensors.name, static, experts=True).answer == "refused"
     joined = verdict("transformers", CompressedTensors.name, FORMATS["fp8"], experts=True)
     assert joined.answer == "refused"
