@@ -1,4 +1,4 @@
-"""Peak memory of a run against the number of layers: it must not grow.
+"""Peak memory of a run against the number of layers: it must not grow; and seconds a layer.
 
 Each run is a process of its own; its high-water mark of resident memory is what counts.
 
@@ -54,11 +54,16 @@ def main() -> None:
                 few, many = (measure(source, recipe) for source in sources)
                 growth = many["peak"] / few["peak"] - 1
                 worst = max(worst, growth)
+                each = [
+                    run["seconds"] / count
+                    for run, count in zip((few, many), options.layers, strict=True)
+                ]
                 print(
                     f"{name:10} {recipe:6} {options.layers[0]:3} layers "
                     f"{few['peak'] / 2**20:7.0f} MiB, {options.layers[1]:3} layers "
                     f"{many['peak'] / 2**20:7.0f} MiB, growth {growth:+.1%}; "
-                    f"{many['seconds']:.1f} s, source bytes read "
+                    f"{each[0]:.2f} and {each[1]:.2f} s a layer "
+                    f"({each[1] / each[0] - 1:+.1%}), source bytes read "
                     f"{many['read'] / many['source']:.3f} x"
                 )
     sys.exit(worst >= 0.05)

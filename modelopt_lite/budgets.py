@@ -55,8 +55,12 @@ class Budgets:
         )
         return all(have is None or need <= have for have, need in pairs)
 
-    def check(self, least: Prediction) -> None:
+    def check(self, least: Prediction, largest: str = "") -> None:
         """Refuse budgets below what a run takes that reads nothing ahead.
+
+        Args:
+            least: What it takes.
+            largest: The unit of weights that it is for, and its size, in words.
 
         Raises:
             RecipeError: It names the smallest budget that can be met.
@@ -70,6 +74,8 @@ class Budgets:
             if have is not None and have < need:
                 most = sorted(parts.items(), key=lambda part: -part[1])[:3]
                 what = ", ".join(f"{name} {size:,}" for name, size in most)
+                if largest and "weights" in dict(most):
+                    what += f"; {largest}"
                 raise RecipeError(
                     f"{name} is {have:,} bytes, and the smallest that can be met is {need:,}"
                     f"{f' ({what})' if what else ''}; give that, or less to calibrate with "
@@ -117,8 +123,16 @@ def make_schedule(job: Job, budgets: Budgets, foretell: Foretell, *, stream: boo
         RecipeError: The budgets cannot be met.
     """
     schedule, least = _least(job, budgets, foretell, stream)
-    budgets.check(least)
+    budgets.check(least, _largest(job) if stream else "")
     return _filled(job, budgets, schedule, least)
+
+
+def _largest(job: Job) -> str:
+    """Say which unit of weights is the largest: it comes in whole."""
+    units = job.own_units
+    sizes = job.unit_sizes() if job.plan.by_tensor else list(map(job.store().bytes_of, units))
+    size, name = max((size, unit.name) for size, unit in zip(sizes, units, strict=True))
+    return f"the largest that comes in whole is {name or 'outside of all layers'} of {size:,}"
 
 
 def _least(

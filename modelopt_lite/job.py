@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from modelopt_lite.build import build_meta_model
+from modelopt_lite.calibrate.algorithms import make_algorithm
 from modelopt_lite.checkpoint.dequant import Source, model_dtype, open_source
 from modelopt_lite.checkpoint.shards import ExportLayout, plan_layout
 from modelopt_lite.checkpoint.sidecars import sidecar_files
@@ -137,7 +138,11 @@ class Job:
         Returns:
             How many: as many as leave room to read as many ahead, or one, where that is too much
             still; None where no layer is too large, or none has experts that can come in so.
+            A second run with rounded inputs has to know what enters all of them.
         """
+        algorithm = make_algorithm(self.plan.recipe.algorithm, self.plan.numerics)
+        if algorithm is not None and algorithm.rounded:
+            return None
         store = self.store()
         sizes = []
         for layer in joined(self.plan.units):

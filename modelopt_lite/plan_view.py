@@ -39,7 +39,7 @@ def plan_tables(plan: Mapping[str, Any]) -> RenderableType:
         **_prediction_facts(plan),
         "streamed as": f"{counted(len(plan['units']), 'unit')}, "
         f"{_kinds(layers)}, the largest {bytes_text(largest)}",
-        **_schedule_facts(plan["schedule"]),
+        **_schedule_facts(plan["schedule"], plan["predicted"]),
         **_offload_facts(plan["offload"]),
     }
     notes = [Text(f"note: {note}") for note in plan["notes"]]
@@ -91,14 +91,21 @@ def _prediction_facts(plan: Mapping[str, Any]) -> dict[str, str]:
     return facts
 
 
-def _schedule_facts(schedule: Mapping[str, Any]) -> dict[str, str]:
+def _schedule_facts(schedule: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[str, str]:
     """What budgets make of the schedule, where they make something of it."""
     facts = {}
     if schedule["waiting"] is not None:
         facts["waiting activations"] = f"on disk beyond {bytes_text(schedule['waiting'])}"
     if schedule["experts"] is not None:
-        facts["experts"] = f"{schedule['experts']:,} of a layer at a time"
+        facts["experts"] = f"{schedule['experts']:,} of a layer at a time, {_reads(predicted)}"
     return facts
+
+
+def _reads(predicted: Mapping[str, Any]) -> str:
+    if predicted["expert_reads"] == 1:
+        return "each read once"
+    again = bytes_text(predicted["bytes_read_again"])
+    return f"read {predicted['expert_reads']} times for the search: {again} more"
 
 
 def _offload_facts(offload: Mapping[str, Any] | None) -> dict[str, str]:

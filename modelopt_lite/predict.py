@@ -25,7 +25,8 @@ from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.stream import expected_order
 from modelopt_lite.offload.units import Unit, output_head
 from modelopt_lite.process import collector_paused
-from modelopt_lite.searching import Seen, search_memory
+from modelopt_lite.rereads import expert_reads
+from modelopt_lite.searching import Seen, runs_twice, search_memory
 from modelopt_lite.tensor_units import READ_AHEAD
 
 BANDWIDTH = 10**9
@@ -40,7 +41,7 @@ _DENSE_KERNELS = 10 << 20
 _EXPERT_KERNEL, _MOST_KERNELS = 720 << 10, 64
 # float32 pieces of a matrix, of 128 Ki elements (of 16 Mi on an accelerator), a dozen at a time.
 _SCRATCH, _DEVICE_SCRATCH = 6 << 20, 768 << 20
-_PER_MATRIX, _PER_OUTPUT = 2000, 300  # bytes of notes in Python: evidence, errors, places in files
+_PER_MATRIX, _PER_OUTPUT = 2000, 50  # bytes of notes in Python: evidence, errors; their places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,9 @@ class Prediction:
         work: What holds weights, activations and results, where the model runs -> bytes.
         on_host: The model runs on the CPU, so that ``work`` is host memory, too.
         disk_scratch: Temporary files.
-        bytes_read: The source's tensors, each read once.
+        bytes_read: The source's tensors, each as often as it is read.
+        expert_reads: How often an expert's tensor is read, at most;
+        bytes_read_again: of ``bytes_read``, those beyond the first time.
         bytes_written: The export's files but its report and its card.
     """
 
@@ -62,6 +65,8 @@ class Prediction:
     disk_scratch: int
     bytes_read: int
     bytes_written: int
+    expert_reads: int = 1
+    bytes_read_again: int = 0
 
     @property
     def work_peak(self) -> int:
@@ -94,6 +99,8 @@ class Prediction:
             "host_parts": {**self.process, **(self.work if self.on_host else {})},
             "device_parts": {} if self.on_host else dict(self.work),
             "bytes_read": self.bytes_read,
+            "expert_reads": self.expert_reads,
+            "bytes_read_again": self.bytes_read_again,
             "bytes_written": self.bytes_written,
             "read_bandwidth": read_bandwidth,
             "write_bandwidth": write_bandwidth,
@@ -146,7 +153,8 @@ def predict(
     on_disk = 0
     if batches:
         shapes = Shapes(job, all_experts)
-        activations = [math.prod(batch) * shapes.waiting for batch in batches]
+        runs = 1 + runs_twice(job)
+        activations = runs * [math.prod(batch) * shapes.waiting for batch in batches]
         kept = sum(activations)
         if waiting is not None:  # the pass that runs has its own in memory
             kept = min(kept, waiting + max(activations))
@@ -160,6 +168,7 @@ def predict(
             tokens = sum(map(math.prod, batches))
             work |= search_memory(job, Seen(tokens, shapes.share, shapes.itemsize))
     config, class_name = job.source.config, type(job.model).__name__
+    times, again = expert_reads(job)
     texts = [t for p in job.plans.values() for t in config_texts(config, p, class_name).values()]
     return Prediction(
         process={
@@ -170,7 +179,9 @@ def predict(
         work=work,
         on_host=on_host,
         disk_scratch=on_disk,
-        bytes_read=_bytes_read(job),
+        bytes_read=_bytes_read(job) + again,
+        expert_reads=times,
+        bytes_read_again=again,
         bytes_written=layout.total_bytes
         + len(job.plans) * job.sidecar_bytes()
         + sum(len(text.encode()) for text in texts),

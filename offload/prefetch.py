@@ -19,7 +19,7 @@ class Prefetcher:
 
     Args:
         store: Where units come from.
-        order: Units in the order in which they are expected.
+        order: Units in the order in which they are expected; one may come several times.
         budget: Bytes of units in memory, those in use and those ahead. A unit that alone is larger
             is read when it is asked for and nothing else can be dropped: a budget of one unit reads
             nothing ahead.
@@ -40,12 +40,15 @@ class Prefetcher:
     ) -> None:
         self._store = store
         self._order = list(order)
-        self._position = {unit.name: index for index, unit in enumerate(self._order)}
+        self._turns: dict[str, list[int]] = {}
+        for index, unit in enumerate(self._order):
+            self._turns.setdefault(unit.name, []).append(index)
         self._budget = budget
         self._resident = resident
         self._staying: dict[str, Loaded] = {}
         self._next = 0
         self._ready: dict[str, Loaded] = {}
+        self._turn_of: dict[str, int] = {}  # in which turn what is ready was read
         self._reading: str | None = None
         self._used = self.peak = self.late = 0
         self._error: BaseException | None = None
@@ -102,20 +105,21 @@ class Prefetcher:
 
     def _make_way(self, unit: Unit) -> None:
         """Drop what stands in the way of a unit that is not in memory, nor on its way."""
-        position = self._position.get(unit.name)
         if unit.name in self._ready or self._reading == unit.name:
             return
         while self._reading is not None:
             self._changed.wait()
-        if position is not None and position >= self._next:  # it comes sooner than expected
-            self._next = position + 1
+        turns = self._turns.get(unit.name, ())
+        ahead = next((turn for turn in turns if turn >= self._next), None)
+        if ahead is not None:  # it comes sooner than expected
+            self._next = ahead + 1
             for name in list(self._ready):
                 self._drop(name)
         size = self._store.bytes_of(unit)
         while self._ready and self._used + size > self._budget:
-            last = max(self._ready, key=self._position.__getitem__)
+            last = max(self._ready, key=self._turn_of.__getitem__)
             self._drop(last)
-            self._next = min(self._next, self._position[last])
+            self._next = min(self._next, self._turn_of[last])
 
     def _drop(self, name: str) -> None:
         loaded = self._ready.pop(name)
@@ -136,6 +140,7 @@ class Prefetcher:
                 if self._closed:
                     return
                 unit = self._order[self._next]
+                self._turn_of[unit.name] = self._next
                 self._next += 1
                 self._reading = unit.name
                 self._use(self._store.bytes_of(unit))
@@ -154,7 +159,7 @@ class Prefetcher:
                 return
 
     def _may_read(self) -> bool:
-        if self._next >= len(self._order):
+        if self._next >= len(self._order) or self._order[self._next].name in self._ready:
             return False
         size = self._store.bytes_of(self._order[self._next])
         return self._used + size <= self._budget

@@ -86,7 +86,7 @@ class StreamedModel:
         self.rows = ExpertRows(model, self._parts, store.device, self.want)
         self._prefetcher = Prefetcher(
             store,
-            expected_order(model, [u for u in units if u.name not in finished]),
+            _expected(model, [u for u in units if u.name not in finished], again is not None),
             budget=sys.maxsize if budget is None else budget,
             resident=resident,
         )
@@ -262,6 +262,20 @@ class StreamedModel:
         else:
             self._store.detach(loaded.unit)
         release_freed()
+
+
+def _expected(model: nn.Module, units: Sequence[Unit], twice: bool) -> list[Unit]:
+    """Return the order in which units come in, where parts of layers may do so twice."""
+    order: list[Unit] = []
+    parts: list[Unit] = []
+    for unit in expected_order(model, units):
+        if unit.parent is None:
+            order += parts
+            parts = []
+        elif twice:
+            parts.append(unit)
+        order.append(unit)
+    return order + parts
 
 
 def expected_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -261,3 +262,27 @@ def test_activations_may_not_go_to_a_disk_without_budget(checkpoint: MakeCheckpo
         for plan in plans
     ]
     assert asked[0] >= asked[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "size", "named"),
+    [
+        ("llama", "nvfp4", {"vocab_size": 20_000}, r"model\.embed_tokens"),
+        ("llama", "w4a16_nvfp4", {"vocab_size": 20_000}, r"model\.embed_tokens\.weight|lm_head"),
+        ("gpt_oss", "mxfp4", {}, r"model\.layers\.\d\.mlp\.experts"),
+    ],
+)
+def test_a_budget_below_one_tensor_names_it(
+    kind: str, recipe: str, size: dict[str, int], named: str, checkpoint: MakeCheckpoint
+) -> None:
+    """What comes in whole cannot come in by rows: the run is refused, and says what is too big."""
+    [problem] = dry_run(
+        checkpoint(kind, **size),
+        device_memory=1,
+        recipe=recipe,
+        calib_data=[torch.ones(1, 8, dtype=torch.long)],
+    )["problems"]
+    assert re.search(
+        rf"smallest that can be met is [\d,]+ .*comes in whole is ({named}).* of [\d,]+\)",
+        problem["message"],
+    )

@@ -141,6 +141,10 @@ class Algorithm(ABC):
         """
         return 0
 
+    def reads(self, fmt: LinearFormat) -> int:
+        """Return how often `choose` reads a matrix of a format, inputs of which were seen."""
+        return 1
+
     @abstractmethod
     def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """Return what becomes of each of a group of matrices that read the same tensor.

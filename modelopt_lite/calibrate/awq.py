@@ -55,8 +55,12 @@ class AWQLite(Algorithm):
         return peer_problem(fmt) if self.numerics == "modelopt" else None
 
     def scratch(self, rows: int, columns: int, seen: int) -> int:
-        """See `Algorithm`: the matrix, scaled, and rounded; inputs; products, twice as float64."""
-        return 13 * rows * columns + 6 * seen * columns + 12 * seen * rows
+        """See `Algorithm`: the matrix, scaled, and rounded; inputs; products."""
+        return 13 * rows * columns + 6 * seen * columns + 4 * seen * rows
+
+    def reads(self, fmt: LinearFormat) -> int:
+        """See `Algorithm`."""
+        return 1 if self.numerics == "modelopt" else 2
 
     def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""

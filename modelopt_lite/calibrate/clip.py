@@ -53,6 +53,15 @@ class AWQClip(Algorithm):
             return "it has neither INT4 blocks nor an NVFP4 scale of the whole to clip by"
         return peer_problem(fmt) if self.numerics == "modelopt" else None
 
+    def scratch(self, rows: int, columns: int, seen: int) -> int:
+        """See `Algorithm`: the matrix, rounded; inputs; products."""
+        whole = 10 if self.numerics == "modelopt" else 5
+        return whole * rows * columns + 6 * seen * columns + 4 * seen * rows
+
+    def reads(self, fmt: LinearFormat) -> int:
+        """See `Algorithm`."""
+        return 1 if fmt.codec.kind == "int" or self.numerics == "modelopt" else 2
+
     def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""
         by_scale: dict[str, list[Weight]] = {}
@@ -146,7 +155,12 @@ class AWQFull(Algorithm):
 
     def scratch(self, rows: int, columns: int, seen: int) -> int:
         """See `Algorithm`."""
-        return self._lite.scratch(rows, columns, seen)
+        scratch = self._clip.scratch(rows, columns, seen)
+        return max(self._lite.scratch(rows, columns, seen), scratch)
+
+    def reads(self, fmt: LinearFormat) -> int:
+        """See `Algorithm`."""
+        return self._lite.reads(fmt) + self._clip.reads(fmt)
 
     def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""

@@ -46,6 +46,10 @@ class GPTQ(Algorithm):
         """See `Algorithm`: the matrix twice; products of inputs, their factors and inverse."""
         return 8 * rows * columns + 16 * columns**2
 
+    def reads(self, fmt: LinearFormat) -> int:
+        """See `Algorithm`."""
+        return 2
+
     def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""
         shared: dict[str, Tensor] = {}

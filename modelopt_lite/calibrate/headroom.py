@@ -67,6 +67,10 @@ class ActHeadroom(Algorithm):
             return None
         return "its inputs have no global scale of NVFP4 to leave room in"
 
+    def reads(self, fmt: LinearFormat) -> int:
+        """See `Algorithm`."""
+        return 0
+
     def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`; all that read one tensor share the scale of what entered any."""
         seen = {weight.site: weight.seen for weight in weights if weight.seen is not None}

@@ -38,6 +38,14 @@ class LocalHessian(Algorithm):
         """See `Algorithm`."""
         return sweep_problem(fmt)
 
+    def scratch(self, rows: int, columns: int, seen: int) -> int:
+        """See `Algorithm`: scales as codes and as magnitudes, and products of inputs, divided."""
+        return rows * columns // 16 * 6 + 4 * 16 * columns
+
+    def reads(self, fmt: LinearFormat) -> int:
+        """See `Algorithm`."""
+        return 2
+
     def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""
         shared = shared_amax(weights)

@@ -53,6 +53,10 @@ class MeanSquaredError(Algorithm):
             return None
         return "its scales follow from the largest magnitudes, whatever the error"
 
+    def reads(self, fmt: LinearFormat) -> int:
+        """See `Algorithm`."""
+        return 2
+
     def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""
         shared = shared_amax(weights)

@@ -44,6 +44,10 @@ class SVDQuant(Algorithm):
         """See `Algorithm`: in float64 the matrix, its copy and its singular vectors."""
         return max(36 * rows * columns, self._lite.scratch(rows, columns, seen))
 
+    def reads(self, fmt: LinearFormat) -> int:
+        """See `Algorithm`."""
+        return self._lite.reads(fmt) + 1
+
     def choose(self, weights: Sequence[Weight], each: Each = here) -> Choices:
         """See `Algorithm`."""
         choices = self._lite.choose(weights, each)
