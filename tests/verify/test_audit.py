@@ -32,17 +32,22 @@ from modelopt_lite.verify.audit import audit
 
 CLEAN = sorted(path.parent.name for path in GOLDEN.glob("*/export"))
 
-NOT_IN_VLLM = ("int8", "int4", "mxfp4", "w4a8", "kv_")
+NOT_IN_VLLM = ("int8", "int4", "mxfp4", "w4a8", "kv_", "nvfp4_svdquant")
+# Its excluded modules have the peer's own placeholder in their names.
+FAULTY = {"nemotron_h-fp8": {"exclude-entry", "unpacked-not-excluded"}}
 
 
 @pytest.mark.parametrize("case", CLEAN)
 def test_the_peers_exports_are_clean(case: str) -> None:
     findings = audit(GOLDEN / case / "export", source=source_of(case), deep=True)
-    if "awq_clip" in case:  # its configs do not tell that values were clipped
+    # Its configs do not tell that values were clipped, or chosen for what products lose.
+    if "awq_clip" in case or "local_hessian" in case:
         findings = [f for f in findings if f.rule != "weight-error"]
     if "@tf457" in case:  # transformers 4 rewrote generation_config.json as it saved the model
         findings = [f for f in findings if "generation_config.json" not in f.message]
-    assert [f for f in findings if f.severity == "error"] == []
+    errors_of = {f.rule for f in findings if f.severity == "error"}
+    assert errors_of == FAULTY.get(case, set())
+    findings = [f for f in findings if f.rule not in errors_of]
     # Dense FP8 siblings keep scales of their own there, and a router's bias is stored wider.
     allowed = {"source-dtype"} | ({"group-scale"} if "-fp8" in case else set())
     allowed |= (
@@ -53,6 +58,7 @@ def test_the_peers_exports_are_clean(case: str) -> None:
     # Weights hold the scales of their inputs, and norms what was folded into them.
     allowed |= {"weight-error", "source-bytes", "engine-refuses"} if "awq" in case else set()
     allowed |= {"weight-error"} if "gptq" in case else set()  # rounded for what products lose
+    allowed |= {"weight-error"} if "svdquant" in case else set()  # without the low-rank factors
     assert {f.rule for f in findings} <= allowed
 
 
