@@ -168,7 +168,9 @@ def recipes_show(name: str, *, as_json: AsJson = False) -> None:
     from modelopt_lite.report_view import facts_table
 
     recipe = load_recipe(name)
-    values = {**dataclasses.asdict(recipe), "inputs": recipe.input_format}
+    values = dataclasses.asdict(recipe)
+    if recipe.auto_quantize is None:  # else the search decides how inputs are rounded
+        values["inputs"] = recipe.input_format
     if as_json:
         print_json(values)
     else:

@@ -27,7 +27,11 @@ from modelopt_lite.recipes import Recipe, load_recipe, preset_names
 from modelopt_lite.recipes.algorithms import AlgorithmChoice
 
 MakeCheckpoint = Callable[..., Path]
-SEARCHES = tuple(n for n in preset_names() if load_recipe(n).algorithm.method != "max")
+SEARCHES = tuple(
+    name
+    for name in preset_names()
+    if (recipe := load_recipe(name)).algorithm.method != "max" and recipe.auto_quantize is None
+)
 SIZES = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 64)
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32}
 KINDS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "llama4_text")
