@@ -34,7 +34,7 @@ LAYERS = (
     ("ranks",),
     ("budgets", "finishing", "offloading", "resume"),
     ("predict",),
-    ("searching",),
+    ("rereads", "searching"),
     ("sharding",),
     ("job",),
     ("export", "verify"),
