@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from packaging.version import Version
 from torch import nn
@@ -17,10 +15,18 @@ from modelopt_lite.doctor.disk import outside_layers, tower_of
 from modelopt_lite.doctor.draft_names import draft_naming, unique
 from modelopt_lite.doctor.feeds import readers_of_norms, siblings
 from modelopt_lite.doctor.instance import Instance
-from modelopt_lite.doctor.laws import judge, single, single_on_disk, stacked, stacks_by_name
+from modelopt_lite.doctor.laws import (
+    judge,
+    rows_on_disk,
+    single,
+    single_on_disk,
+    stacked,
+    stacks_by_name,
+)
 from modelopt_lite.doctor.norms import adds_one
 from modelopt_lite.doctor.sharding import configs_with_plan, names_below
 from modelopt_lite.doctor.subject import Subject
+from modelopt_lite.models import is_moe
 from modelopt_lite.models.specs import (
     STRUCTURAL_PTQ,
     EPSpec,
@@ -32,8 +38,11 @@ from modelopt_lite.models.specs import (
 )
 from modelopt_lite.offload.units import text_model
 
-# What engines call the matrices of experts that only ever lie in stacks.
+# What engines call experts that only ever lie in stacks: Mixtral's where blocks are called as its.
 _USUAL = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL = ("w1", "w3", "w2")
+_STACKS = ("gate_up_proj", "down_proj")
+_CONVENTIONS = (_USUAL, _MIXTRAL, _USUAL[1:])
 
 
 @dataclass
@@ -57,8 +66,8 @@ def draft_spec(model_type: str, made: list[Instance], *, remote_code: bool) -> D
     todo: dict[str, str] = {}
     subject = Subject(ModelSpec(model_type=model_type), made)
     installed = Version(transformers.__version__)
-    blocks = [(m, b) for m in made for b in subject.blocks[id(m)]]
-    moe, storage = _experts(blocks, todo)
+    blocks = _blocks(subject)
+    moe, storage = _experts(blocks, todo) if blocks else _unknown_experts(made, todo)
     layers = _layer_names(made)
     ptq = PTQSpec(layer_names=layers, router_names=unique(r for _, b in blocks for r in b.routers))
     spec = ModelSpec(
@@ -81,27 +90,50 @@ def draft_spec(model_type: str, made: list[Instance], *, remote_code: bool) -> D
     return Draft(spec, todo)
 
 
+def _blocks(subject: Subject) -> list[tuple[Instance, Block]]:
+    """Return the blocks of the text model, all where it has none; an attention's are left alone."""
+    found = [(m, b) for m in subject.instances for b in subject.blocks[id(m)]]
+    found = [(m, b) for m, b in found if "atten" not in b.path.casefold()]
+    inside = [set(text_model(m.model).modules()) for m in subject.instances]
+    return [(m, b) for m, b in found if any(b.module in modules for modules in inside)] or found
+
+
 def _experts(
     blocks: list[tuple[Instance, Block]], todo: dict[str, str]
 ) -> tuple[MoESpec | None, ExpertStorageSpec | None]:
-    """Describe the blocks and their experts; (None, None) for a dense model."""
-    if not blocks:
-        return None, None
+    """Describe the blocks and their experts."""
     classes = unique(type(b.module).__name__ for _, b in blocks)
     container = next((b.container for _, b in blocks if b.container), "experts")
     storage = ExpertStorageSpec(container=container, shared_expert_names=_shared(blocks))
     made, block = next(((m, b) for m, b in blocks if b.module in m.calls), blocks[0])
     if (order := _single_names(made, block, storage)) is None:
         todo["expert_storage_spec.linear_names"] = "gate, up and down, in this order"
-        order = ()
+        names = _names_of_one(made, block, storage)
+        order = next((c for c in _CONVENTIONS if set(c) == names), ())
     storage = dataclasses.replace(storage, linear_names=order)
     if block.stacks and (found := _stack_names(made, block, storage)) is not None:
         storage = found
     elif block.stacks:
         todo["expert_storage_spec.stacked_names"] = f"among {', '.join(block.stacks)}"
+        if set(block.stacks) == {*_STACKS}:
+            storage = dataclasses.replace(storage, stacked_names=_STACKS)
     elif len(order) == 3:
-        storage = dataclasses.replace(storage, stacked_names=("gate_up_proj", "down_proj"))
+        storage = dataclasses.replace(storage, stacked_names=_STACKS)
     return _moe(classes, made, block, storage, todo)
+
+
+def _unknown_experts(
+    made: list[Instance], todo: dict[str, str]
+) -> tuple[MoESpec | None, ExpertStorageSpec | None]:
+    """Describe blocks that are so by name alone; (None, None) for a dense model."""
+    # Of no type, a module is judged by its name and structure, whatever is registered.
+    named = [m for one in made for m in one.model.modules() if is_moe(m, "")]
+    if not named:
+        return None, None
+    todo["moe_spec.expert_linear_names"] = (
+        "experts of an unknown kind: leave them out, or name them"
+    )
+    return MoESpec(block_names=unique(type(m).__name__ for m in named)), ExpertStorageSpec()
 
 
 def _moe(
@@ -112,18 +144,19 @@ def _moe(
     todo: dict[str, str],
 ) -> tuple[MoESpec, ExpertStorageSpec]:
     order = storage.linear_names
-    if not order and storage.stacked_names and "linear_names" not in str(todo):
-        biased = any(name.endswith("bias") for name, _ in _parameters(block))
-        if biased or storage.interleaved_gate_up:
+    flat = any(p.ndim == 2 for p in block.stacks.values())  # all experts' rows in one matrix
+    if flat or (not order and storage.stacked_names and "linear_names" not in str(todo)):
+        if flat or _whole(made, block, storage):
             todo["expert_storage_spec.export_stacked"] = "do engines read the stacks as they are?"
             moe = MoESpec(
                 block_names=classes,
-                expert_linear_names=storage.stacked_names,
+                expert_linear_names=storage.stacked_names or tuple(block.stacks),
                 fused_expert_names=True,
             )
             return moe, dataclasses.replace(storage, export_stacked=True)
         gated = any(r > 1 for r in _widths(made, block, storage))
-        order = _USUAL if gated else _USUAL[1:]
+        usual = _MIXTRAL if block.path.endswith("block_sparse_moe") else _USUAL
+        order = usual if gated else _USUAL[1:]
         todo["expert_storage_spec.linear_names"] = "what engines call the experts one by one"
         storage = dataclasses.replace(storage, linear_names=order)
     moe = MoESpec(
@@ -134,10 +167,21 @@ def _moe(
     return moe, storage
 
 
-def _parameters(block: Block) -> Iterator[tuple[str, Any]]:
+def _whole(made: Instance, block: Block, storage: ExpertStorageSpec) -> bool:
+    """Whether stacks are likely read as they are: with biases, alternating, or bare and turned."""
+    alternating = storage.interleaved_gate_up and not rows_on_disk(made, block)
+    on_disk = [name for name, info in made.saved[0].items() if len(info.shape) == 3]
+    bare = any(name.rpartition(".")[2] in storage.stacked_names for name in on_disk)
+    return _biased(block) or alternating or (bare and storage.input_major)
+
+
+def _biased(block: Block) -> bool:
+    """Whether each expert has biases of its own."""
     container = child_of(block.module, block.container) if block.container else block.module
-    if isinstance(container, nn.Module):
-        yield from container.named_parameters()
+    return isinstance(container, nn.Module) and any(
+        name.endswith("bias") and p.ndim == 2 and len(p) == block.count
+        for name, p in container.named_parameters()
+    )
 
 
 def _widths(made: Instance, block: Block, storage: ExpertStorageSpec) -> list[int]:
@@ -157,17 +201,10 @@ def _single_names(
     made: Instance, block: Block, storage: ExpertStorageSpec
 ) -> tuple[str, ...] | None:
     """Return the names of single experts as (gate, up, down), () without any; None if unclear."""
-    if block.experts:
-        found = {n for n, m in block.experts[0].named_modules() if isinstance(m, nn.Linear)}
-    else:
-        names = made.names
-        modules = (n.removesuffix(".weight") for n in made.saved[0])
-        found = {m.rpartition(".")[2] for m in modules if storage.expert_of(m)[0] is not None}
-        if not isinstance(names, NameMap):
-            return None
+    found = _names_of_one(made, block, storage)
     if not found:
         return ()
-    if block.module not in made.calls:
+    if block.module not in made.calls or not (block.experts or isinstance(made.names, NameMap)):
         return None
     for order in itertools.permutations(sorted(found)):
         if block.experts:
@@ -179,6 +216,14 @@ def _single_names(
         if matrices and judge(made, block, matrices) == "holds":
             return order
     return None
+
+
+def _names_of_one(made: Instance, block: Block, storage: ExpertStorageSpec) -> set[str]:
+    """Return the names of one expert's linears in memory, or on disk where memory stacks them."""
+    if block.experts:
+        return {n for n, m in block.experts[0].named_modules() if isinstance(m, nn.Linear)}
+    modules = (n.removesuffix(".weight") for n in made.saved[0])
+    return {m.rpartition(".")[2] for m in modules if storage.expert_of(m)[0] is not None}
 
 
 def _stack_names(

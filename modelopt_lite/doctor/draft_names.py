@@ -29,7 +29,10 @@ def draft_naming(subject: Subject) -> NamingSpec | None:
         found += sorted(roles_in_layers(subject, made))
         modules = dict(made.model.named_modules())
         layers = subject.layers(made)
-        embedding = made.model.get_input_embeddings()
+        try:
+            embedding = made.model.get_input_embeddings()
+        except NotImplementedError:  # a composite of several models that have one each
+            return None
         for source in made.saved[0]:
             place = names.place(source)
             if place is None:

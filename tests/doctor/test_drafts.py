@@ -141,6 +141,13 @@ def test_what_cannot_be_drafted_is_refused(
         write_first_draft(what, folder)
 
 
+@stacks
+@pytest.mark.parametrize("model_type", ["granitemoe", "jetmoe", "llama4_text", "dbrx"])
+def test_experts_that_lie_otherwise_are_drafted(model_type: str) -> None:
+    """In the block itself; in attention, too; turned; all rows in one matrix."""
+    assert drafts_agree(registered(model_type)) is True
+
+
 @pytest.mark.skipif("DRAFT_ALL_TYPES" not in os.environ, reason="minutes: nox -s drafts")
 def test_drafts_agree_for_nearly_all_types() -> None:
     """Over all types with experts that the installed release can build."""
