@@ -304,7 +304,7 @@ def test_batches_and_loss_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "_LOSS_CHUNK", 7)
     assert perplexity(folder, text=batches).nll == pytest.approx(once.nll, rel=1e-12)
     assert perplexity(folder, text=batches, batch_size=1).nll == pytest.approx(once.nll, rel=1e-6)
-    monkeypatch.setattr(module, "_LOGITS", 1)
+    monkeypatch.setattr(module, "MOST_LOGITS", 1)
     assert perplexity(folder, text=batches).nll == pytest.approx(once.nll, rel=1e-6)
 
 

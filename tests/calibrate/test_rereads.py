@@ -65,7 +65,6 @@ def test_foretells_how_often_experts_are_read(
         recipe=recipe,
         numerics=numerics,
         calib_data=token_batches,
-        moe_calibrate_all_experts=True,
         on_bad_shape="skip",
         progress=False,
     )
