@@ -271,6 +271,8 @@ sys.argv = ["modelopt-lite", *sys.argv[3:]]
 from modelopt_lite import cli, run as runs, report
 from modelopt_lite.checkpoint import sidecars
 name, number = os.environ["AT"], int(os.environ["SIGNAL"])
+if number == signal.SIGINT:  # background jobs ignore it, and what they start as well
+    signal.signal(number, signal.default_int_handler)
 def send(*given, **named):
     os.kill(os.getpid(), number)
 owner, attribute = {
