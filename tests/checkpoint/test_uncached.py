@@ -67,7 +67,9 @@ def test_any_reads_in_any_order(
         count = reader.read(fd, path, start, memoryview(buffer))
         expected = content[start : start + size]
         assert count == len(expected)
-        assert buffer == expected + b"\xa5" * (size - count)
+        wanted = expected + b"\xa5" * (size - count)
+        wrong = [at for at in range(0, size, ALIGN) if buffer[at:][:ALIGN] != wanted[at:][:ALIGN]]
+        assert not wrong, (start, size)  # what pytest says of megabytes takes minutes
         end = start + count
 
 
