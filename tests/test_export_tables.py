@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import json
 from pathlib import Path
 
@@ -118,7 +119,9 @@ def test_a_type_that_crashes_or_hangs_is_its_own_result(tmp_path: Path) -> None:
     assert run.exports == {"modelopt/fp8_2d_blockwise_weight_only": OK}
     assert run.made_by == run.release
     small = argparse.Namespace(**{**options, "memory": 0.001})
-    assert "its process ended with" in export_all.one("llama", exports, small, tmp_path).why
+    why = export_all.one("llama", exports, small, tmp_path).why
+    # Whatever asks for memory first may tell of it, or may end the process.
+    assert re.search("its process ended with|allocate memory|MemoryError", why), why
     quick = argparse.Namespace(**{**options, "timeout": 0.001})
     slow = export_all.one("llama", exports, quick, tmp_path)
     assert "took longer than" in slow.why
