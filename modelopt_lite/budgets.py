@@ -129,9 +129,11 @@ def make_schedule(job: Job, budgets: Budgets, foretell: Foretell, *, stream: boo
 
 def _largest(job: Job) -> str:
     """Say which unit of weights is the largest: it comes in whole."""
-    units = job.plan.units if job.plan.by_tensor else job.own_units
-    sizes = job.unit_sizes() if job.plan.by_tensor else list(map(job.store().bytes_of, units))
-    size, name = max((size, unit.name) for size, unit in zip(sizes, units, strict=True))
+    if job.plan.by_tensor:
+        sizes = zip(job.unit_sizes(), job.plan.units, strict=True)
+    else:
+        sizes = zip(map(job.store().bytes_of, job.own_units), job.own_units, strict=True)
+    size, name = max((size, unit.name) for size, unit in sizes)
     return f"the largest that comes in whole is {name or 'outside of all layers'} of {size:,}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -91,12 +90,12 @@ def verify(
 
 def _record(export: str, text: str, predictions: Fidelity) -> None:
     from modelopt_lite.checking import BUNDLED_TEXT
-    from modelopt_lite.record import record
+    from modelopt_lite.record import record, text_label
 
     record(
         export,
         {
-            "on": "text of CPython" if text == BUNDLED_TEXT else Path(text).name,
+            "on": text_label(None if text == BUNDLED_TEXT else text),
             "perplexity": predictions.export_perplexity,
             "source_perplexity": predictions.source_perplexity,
             "kl": predictions.kl,

@@ -93,10 +93,12 @@ def evaluate(
     else:
         show(facts_table({k.replace("_", " "): _measured(k, v) for k, v in values.items()}))
     if recording:
+        from modelopt_lite.record import text_label
+
         _record(
             ckpt,
             {
-                "on": "text of CPython" if text is None else Path(text).name,
+                "on": text_label(text),
                 "perplexity": result.perplexity,
                 "tokens": result.tokens,
                 "kl": result.kl,

@@ -206,6 +206,11 @@ def input_rounding(job: Job, *, activations: bool) -> InputRounding | None:
     return None
 
 
+def fitting_rows(job: Job, length: int) -> int:
+    """Return how many rows of so many tokens a batch may have, for its logits to stay small."""
+    return max(1, MOST_LOGITS // (job.vocab_size * length))
+
+
 def load_batches(
     text: EvalText,
     job: Job,
@@ -239,7 +244,7 @@ def load_batches(
         rows.append(row[:left])
         left = max(0, left - len(row))
     rows = [row for row in rows if len(row) > 1]
-    fitting = max(1, MOST_LOGITS // (job.vocab_size * max(map(len, rows), default=1)))
+    fitting = fitting_rows(job, max(map(len, rows), default=1))
     batches = list(batch_by_length(rows, batch_size or min(8, fitting)))
     if words is None or not getattr(tokenizer, "is_fast", False) or not rows:
         return batches, None

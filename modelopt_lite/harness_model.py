@@ -14,7 +14,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from modelopt_lite.errors import CalibrationError
-from modelopt_lite.evaluate import MOST_LOGITS, input_rounding, run_batches
+from modelopt_lite.evaluate import fitting_rows, input_rounding, run_batches
 from modelopt_lite.job import Job
 from modelopt_lite.progress import Progress
 
@@ -193,8 +193,7 @@ class LockstepModel(TemplateLM):  # type: ignore[misc]
                 by_length.setdefault(len(row), []).append(index)
         batches, members = [], []
         for length, indices in by_length.items():
-            fitting = max(1, MOST_LOGITS // (job.vocab_size * length))
-            size = min(self._batch_size or 8, fitting)
+            size = min(self._batch_size or 8, fitting_rows(job, length))
             for start in range(0, len(indices), size):
                 members.append(indices[start : start + size])
                 ids_BT = torch.tensor([rows[n] for n in members[-1]])

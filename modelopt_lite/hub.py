@@ -9,12 +9,11 @@ from typing import Any
 
 from modelopt_lite.checkpoint.journal import JOURNAL
 from modelopt_lite.errors import AuditError, OutputError
+from modelopt_lite.output import is_unfinished
 from modelopt_lite.record import read_report
 from modelopt_lite.report import OF_THE_RUN
 from modelopt_lite.verify.audit import examine
 from modelopt_lite.words import counted
-
-_UNFINISHED = ".partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +87,7 @@ def _check_finished(folder: Path) -> str:
     """Refuse a folder that is no finished export; return the name of its recipe."""
     if not folder.is_dir():
         raise OutputError(f"the export {folder} does not exist; give the folder of an export")
-    above = (folder, *folder.parents)
-    if any(p.name.startswith(".") and p.name.endswith(_UNFINISHED) for p in above):
+    if is_unfinished(folder):
         raise OutputError(
             f"{folder} belongs to an unfinished run; run quantize again to finish it, then give "
             "its export_dir"

@@ -84,6 +84,12 @@ class Job:
         """How many token ids the model's embedding knows."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
+    @property
+    def runs_twice(self) -> bool:
+        """Whether all batches run a second time, with rounded inputs; see `Algorithm`."""
+        algorithm = make_algorithm(self.plan.recipe.algorithm, self.plan.numerics)
+        return algorithm is not None and algorithm.rounded
+
     @collector_paused()
     def layout(self, max_shard_size: int) -> ExportLayout:
         """Return where every byte of the export's weights will lie."""
@@ -140,8 +146,7 @@ class Job:
             still; None where no layer is too large, or none has experts that can come in so.
             A second run with rounded inputs has to know what enters all of them.
         """
-        algorithm = make_algorithm(self.plan.recipe.algorithm, self.plan.numerics)
-        if algorithm is not None and algorithm.rounded:
+        if self.runs_twice:
             return None
         store = self.store()
         sizes = []

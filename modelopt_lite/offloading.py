@@ -94,12 +94,12 @@ def apply_offload(job: Job, offload: OffloadChoice) -> Offloading:
         raise RecipeError(f"offload: {'; '.join(errors)}")
     notes += [f"offload: {note.message}" for note in selection.warnings]
     size = _experts_at_a_time(offload, selection)
-    algorithm = make_algorithm(job.plan.recipe.algorithm, job.plan.numerics)
-    if size and algorithm is not None and algorithm.rounded:
+    if size and job.runs_twice:
         notes.append("offload: experts come in together, for a second run with rounded inputs")
         size = None
     for plan in job.plans.values() if size else ():
         split_layers(plan, job.model, int(size or 1))
+    algorithm = make_algorithm(job.plan.recipe.algorithm, job.plan.numerics)
     if algorithm is not None and algorithm.sequential:
         notes.append("offload: layers are put back quantized, so none stays as it was read")
     else:

@@ -13,6 +13,7 @@ from pathlib import Path
 from modelopt_lite.checkpoint.journal import has_entries
 from modelopt_lite.errors import CheckpointError, OutputError
 
+_PARTIAL = ".partial"  # ends the name of the folder that a run works in
 _OWNER = "owner"  # there, the process that has the folder
 _EXPORT = "export"  # inside of the folder that an interrupted run leaves, beside the journal
 
@@ -171,8 +172,14 @@ def _may_go_on(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt | OutputError) or getattr(error, "keeps", False)
 
 
+def is_unfinished(folder: Path) -> bool:
+    """Whether a folder is one that `staged` writes into, or lies inside of it."""
+    within = (folder, *folder.parents)
+    return any(p.name.startswith(".") and p.name.endswith(_PARTIAL) for p in within)
+
+
 def _work_folder(target: Path) -> Path:
-    return target.parent / f".{target.name}.partial"
+    return target.parent / f".{target.name}{_PARTIAL}"
 
 
 @contextmanager

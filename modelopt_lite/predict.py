@@ -17,7 +17,7 @@ from typing import Any
 
 from modelopt_lite.calibrate.data import CalibrationData
 from modelopt_lite.checkpoint.behind import QUEUE_LIMIT
-from modelopt_lite.checkpoint.dequant import DequantizedSource, Source
+from modelopt_lite.checkpoint.dequant import DequantizedSource
 from modelopt_lite.checkpoint.shards import ExportLayout
 from modelopt_lite.export.configs import config_texts
 from modelopt_lite.job import Job
@@ -26,7 +26,7 @@ from modelopt_lite.offload.stream import expected_order
 from modelopt_lite.offload.units import Unit, output_head
 from modelopt_lite.process import collector_paused
 from modelopt_lite.rereads import expert_reads
-from modelopt_lite.searching import Seen, runs_twice, search_memory
+from modelopt_lite.searching import Seen, search_memory
 from modelopt_lite.tensor_units import READ_AHEAD
 
 BANDWIDTH = 10**9
@@ -153,7 +153,7 @@ def predict(
     on_disk = 0
     if batches:
         shapes = Shapes(job, all_experts)
-        runs = 1 + runs_twice(job)
+        runs = 1 + job.runs_twice
         activations = runs * [math.prod(batch) * shapes.waiting for batch in batches]
         kept = sum(activations)
         if waiting is not None:  # the pass that runs has its own in memory
@@ -338,8 +338,8 @@ def staging(job: Job) -> int:
     source = job.source
     decoded = 0
     if isinstance(source, DequantizedSource):
-        for name, stored in source.consumed.items():
-            codes = sum(source.base.tensors[part].nbytes for part in stored)
+        for name in source.consumed:
+            codes = sum(info.nbytes for info in source.stored(name))
             decoded = max(decoded, codes + 2 * source.tensors[name].nbytes)
     if job.device.type == "cpu":
         return decoded
@@ -348,28 +348,19 @@ def staging(job: Job) -> int:
 
 def _bytes_read(job: Job) -> int:
     """Each stored tensor once; scales of the source's own inputs and cache stay unread."""
-    source = job.source
-    unread = dict.fromkeys(source.dropped) if isinstance(source, DequantizedSource) else {}
-    size = source.total_bytes
+    source, size = job.source, job.source.total_bytes
+    unread: dict[str, int] = {}
+    if isinstance(source, DequantizedSource):
+        unread = {name: source.base.tensors[name].nbytes for name in source.dropped}
     own = {unit.name for unit in job.own_units}
     foreign = [unit for unit in job.plan.units if unit.name not in own]
-    if foreign and job.plan.by_tensor:
-        for name in (name for unit in foreign for name in unit.entries):
-            unread |= dict.fromkeys(_stored(source, name))
-    elif foreign:
+    names = [name for unit in foreign for name in unit.entries] if job.plan.by_tensor else []
+    if foreign and not job.plan.by_tensor:
         store = job.store()
         for unit in foreign:
             if unit.of_stack and unit.experts is not None and job.rank:  # rank 0 makes the export
                 sizes = (source.tensors[name].nbytes for name in store.sources_of(unit))
                 size -= sum(sizes) * len(unit.experts) // unit.count
-        apart = (unit for unit in foreign if not unit.of_stack)
-        for name in (name for unit in apart for name in store.sources_of(unit)):
-            unread |= dict.fromkeys(_stored(source, name))
-    tensors = source.base.tensors if isinstance(source, DequantizedSource) else source.tensors
-    return size - sum(tensors[name].nbytes for name in unread)
-
-
-def _stored(source: Source, name: str) -> Sequence[str]:
-    """Return the stored tensors that a tensor is read from."""
-    parts = source.consumed.get(name) if isinstance(source, DequantizedSource) else None
-    return tuple(parts or (name,))
+        names = [n for unit in foreign if not unit.of_stack for n in store.sources_of(unit)]
+    unread |= {info.name: info.nbytes for name in names for info in source.stored(name)}
+    return size - sum(unread.values())

@@ -42,6 +42,11 @@ def read_report(export: Path) -> tuple[Path, Report]:
     )
 
 
+def text_label(file: str | None) -> str:
+    """Return what a measurement on a text is told to be on; None: the text that is bundled."""
+    return "text of CPython" if file is None else Path(file).name
+
+
 def record(export: str | Path, measured: Mapping[str, Any]) -> None:
     """Add a row to the accuracy of an export, in the place of an earlier one of the same name.
 

@@ -8,7 +8,6 @@ matrix by matrix, as often as it looks at them.
 from __future__ import annotations
 
 from modelopt_lite.calibrate.algorithms import make_algorithm
-from modelopt_lite.checkpoint.dequant import DequantizedSource
 from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.job import Job
 
@@ -46,13 +45,9 @@ def expert_reads(job: Job) -> tuple[int, int]:
         if unit.parent is not None:
             for name in store.sources_of(unit):
                 times.setdefault(name, passes + 1)  # copied when all layers are done
-    again = sum((count - 1) * _stored_bytes(job, name) for name, count in times.items())
+    again = sum(
+        (count - 1) * info.nbytes
+        for name, count in times.items()
+        for info in job.source.stored(name)
+    )
     return max(times.values(), default=1), again
-
-
-def _stored_bytes(job: Job, name: str) -> int:
-    source = job.source
-    if not isinstance(source, DequantizedSource):
-        return source.tensors[name].nbytes
-    parts = source.consumed.get(name, (name,))
-    return sum(source.base.tensors[part].nbytes for part in parts)

@@ -208,7 +208,7 @@ def fill_report(
     first = next(iter(layout.parts.values()))
     report.layer_bytes = layer_bytes(
         ((info.name, info.nbytes) for info in job.source.tensors.values()),
-        ((info.name, info.nbytes) for file in first.files for info in file.tensors),
+        ((info.name, info.nbytes) for info in first.tensors.values()),
     )
     report.quantized = {m.name: m.format for m in plan.matrices}
     report.excluded = plan.excluded

@@ -61,12 +61,6 @@ def search_memory(job: Job, seen: Seen) -> dict[str, int]:
     }
 
 
-def runs_twice(job: Job) -> bool:
-    """Whether all batches run a second time, side by side with the first; see `Algorithm`."""
-    algorithm = make_algorithm(job.plan.recipe.algorithm, job.plan.numerics)
-    return algorithm is not None and algorithm.rounded
-
-
 def _sides(m: Matrix) -> tuple[int, int]:
     rows, columns = m.shape[-2:]
     return (columns, rows) if m.input_major and m.stacked else (rows, columns)

@@ -6,7 +6,6 @@ import importlib.metadata
 from functools import reduce
 from math import gcd
 
-from modelopt_lite.calibrate.algorithms import make_algorithm
 from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.job import Job, layer_parts, split_layers
 from modelopt_lite.offload.expert_parts import joined
@@ -62,12 +61,11 @@ def degrees_for(job: Job, world_size: int, ep: int | None) -> Degrees:
 
 def _check_joined(job: Job) -> None:
     """Refuse what needs more of all ranks than they tell each other."""
-    recipe, numerics = job.plan.recipe, job.plan.numerics
-    algorithm = make_algorithm(recipe.algorithm, numerics)
-    if algorithm is not None and algorithm.rounded:
+    if job.runs_twice:
         raise RecipeError(
-            f"{recipe.name} with numerics={numerics!r} runs all batches a second time with rounded "
-            "inputs, which several ranks do not do; run it in one process, or with exact numerics"
+            f"{job.plan.recipe.name} with numerics={job.plan.numerics!r} runs all batches a second "
+            "time with rounded inputs, which several ranks do not do; run it in one process, or "
+            "with exact numerics"
         )
 
 

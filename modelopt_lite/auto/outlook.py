@@ -9,7 +9,6 @@ from types import MappingProxyType
 
 from modelopt_lite.auto.space import Space
 from modelopt_lite.budgets import Budgets
-from modelopt_lite.checkpoint.dequant import DequantizedSource
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.job import Job
 from modelopt_lite.offload.hostmemory import host_memory
@@ -140,13 +139,10 @@ def _kept_states(job: Job, space: Space) -> int:
 
 def _stored_bytes(job: Job, unit: Unit) -> int:
     """Bytes of the source that a unit's weights are read from."""
-    names, source = job.plan.names, job.source
+    names = job.plan.names
     groups = (names.by_target.get(names.resolve(entry)) for entry in unit.entries)
     read = dict.fromkeys(name for group in groups if group for name in group.sources)
-    if not isinstance(source, DequantizedSource):
-        return sum(source.tensors[name].nbytes for name in read)
-    stored = (source.consumed.get(name, (name,)) for name in read)
-    return sum(source.base.tensors[part].nbytes for parts in stored for part in parts)
+    return sum(info.nbytes for name in read for info in job.source.stored(name))
 
 
 def _graph(job: Job, shapes: Shapes, batch: Batch) -> int:

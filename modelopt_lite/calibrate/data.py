@@ -107,17 +107,16 @@ def load_calibration_data(
             "least 1, 2 and 1"
         )
     origin, found = _sequences(data, source, size, seq_len, trust_remote_code)
-    ids = [one.ids if isinstance(one, Sample) else one for one in found]
-    alone = {n for n, one in enumerate(found) if isinstance(one, Sample) and one.others}
-    batched = bool(ids) and ids[0].ndim == 2
-    plain = [own for n, own in enumerate(ids[:size]) if n not in alone]
-    made = ids if batched else batch_by_length(plain, batch_size or 8)
+    samples = [one if isinstance(one, Sample) else Sample(one) for one in found]
+    plain = [sample.ids for sample in samples if not sample.others]
+    batched = bool(plain) and plain[0].ndim == 2
+    made = plain if batched else batch_by_length(plain[:size], batch_size or 8)
     batches = [batch for batch in made if batch.numel()]
     # A processor's own tokens for pictures may lie behind the vocabulary of its model's text.
     _check_ids(batches, vocab_size, origin)
     others = {}
-    for sample in found:
-        if isinstance(sample, Sample) and sample.others:
+    for sample in samples:
+        if sample.others:
             others[len(batches)] = sample.others
             batches.append(sample.ids[None])
     if not batches:

@@ -55,12 +55,12 @@ class LocalHessian(Algorithm):
             scale_2 = nvfp4.weight_scale_2(amax, numerics=self.numerics)
             if weight.seen is None or weight.seen.blocks is None:
                 scale_RB = best_block_scales(w_RK, scale_2)
-            elif self.numerics == "modelopt":
-                hessian_BSS = weight.seen.blocks / weight.seen.count
-                scale_RB = best_scales_as_peer(w_RK, amax, hessian_BSS)
             else:
                 hessian_BSS = weight.seen.blocks / weight.seen.count
-                scale_RB = best_scales_for_products(w_RK, scale_2, hessian_BSS)
+                if self.numerics == "modelopt":
+                    scale_RB = best_scales_as_peer(w_RK, amax, hessian_BSS)
+                else:
+                    scale_RB = best_scales_for_products(w_RK, scale_2, hessian_BSS)
             choices[weight.key] = Choice(scale_amax=amax_of_scales(scale_RB, amax))
         return choices
 

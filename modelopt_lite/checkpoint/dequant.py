@@ -187,6 +187,10 @@ class DequantizedSource:
             return self.base.read_rows(name, rows)
         return self.read(name)[rows.start : rows.stop].clone()
 
+    def stored(self, name: str) -> tuple[TensorInfo, ...]:
+        """Return the tensors on disk that a tensor is read from."""
+        return tuple(self.base.tensors[part] for part in self.consumed.get(name, (name,)))
+
     def beside(self, name: str) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """Read the scale of input channels and the factors of a decoded tensor; see `Encoded`."""
         encoded = self.encoded[name]

@@ -194,6 +194,10 @@ class Checkpoint:
             self.bytes_read += out.numel()
             self.reads.update(info.name for info in infos)
 
+    def stored(self, name: str) -> tuple[TensorInfo, ...]:
+        """See `DequantizedSource.stored`."""
+        return (self.tensors[name],)
+
     def powers(self, name: str, input_major: bool) -> None:
         """See `DequantizedSource.powers`; nothing is decoded here."""
 

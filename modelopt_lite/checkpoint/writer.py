@@ -126,10 +126,7 @@ class StreamingWriter:
 
     def mark(self, name: str) -> None:
         """Take note that another writer has written a tensor."""
-        number = self._tensors.find(name)
-        if number is None:
-            raise InternalError(f"tensor {name!r} is not part of the planned checkpoint")
-        self._states[number] = _DONE
+        self._states[self._number(name)] = _DONE
 
     def write(self, name: str, tensor: Tensor, *, again: bool = False) -> None:
         """Write a tensor of any device and strides.
@@ -151,9 +148,7 @@ class StreamingWriter:
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...], *, again: bool = False
     ) -> Slot:
         """Take the place of a tensor, to `fill` it later from any thread; see `write`."""
-        number = self._tensors.find(name)
-        if number is None:
-            raise InternalError(f"tensor {name!r} is not part of the planned checkpoint")
+        number = self._number(name)
         planned = self._tensors.at(number)
         if (planned.dtype, planned.shape) != (dtype, shape):
             raise InternalError(
@@ -179,6 +174,12 @@ class StreamingWriter:
             except OSError as error:
                 raise self._output_error(error) from error
         self._states[slot.number] = _DONE
+
+    def _number(self, name: str) -> int:
+        number = self._tensors.find(name)
+        if number is None:
+            raise InternalError(f"tensor {name!r} is not part of the planned checkpoint")
+        return number
 
     def is_claimed(self, name: str) -> bool:
         """Whether a tensor of the layout was written, or is about to be."""

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def report_page(report: Report) -> str:
     """Return the page of a report; with charts where matplotlib is installed."""
     pictures = _Pictures()
     parts = [
-        f"<h1>{_title(report)}</h1>",
+        f"<h1>{escape(_title(report))}</h1>",
         _summary(report),
         _warnings(report),
         _accuracy(report),
@@ -43,7 +44,7 @@ def report_page(report: Report) -> str:
         _again(report),
         paragraph(pictures.note) if pictures.note else "",
     ]
-    return page(_plain_title(report), [part for part in parts if part])
+    return page(_title(report), [part for part in parts if part])
 
 
 class _Pictures:
@@ -69,14 +70,8 @@ class _Pictures:
             return ""
 
 
-def _plain_title(report: Report) -> str:
-    return f"{Path(report.details.get('source', report.model_type)).name}, {report.recipe}"
-
-
 def _title(report: Report) -> str:
-    from html import escape
-
-    return escape(_plain_title(report))
+    return f"{Path(report.details.get('source', report.model_type)).name}, {report.recipe}"
 
 
 def _summary(report: Report) -> str:
