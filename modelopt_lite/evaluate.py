@@ -338,7 +338,7 @@ def run_batches(
         tell(f"unit {loaded.unit.name}", len(done), len(units))
 
     def forward(index: int) -> Result:
-        with streamed.rows, watch, model_code(model):
+        with streamed.rows, job.products(), watch, model_code(model):
             logits_BTV = model(input_ids=batches[index], use_cache=False).logits
         return take(index, logits_BTV)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from modelopt_lite.build import build_meta_model
 from modelopt_lite.calibrate.algorithms import make_algorithm
+from modelopt_lite.calibrate.products import fast_products
 from modelopt_lite.checkpoint.dequant import Source, model_dtype, open_source
 from modelopt_lite.checkpoint.shards import ExportLayout, plan_layout
 from modelopt_lite.checkpoint.sidecars import sidecar_files
@@ -101,6 +103,15 @@ class Job:
                 for folder, plan in self.plans.items()
             }
         )
+
+    def products(self) -> AbstractContextManager[Any]:
+        """Return a context for the model's forward pass, in which products take the least time.
+
+        With ``numerics="modelopt"`` they stay the model's own, bit for bit.
+        """
+        if self.plan.numerics == "modelopt":
+            return nullcontext()
+        return fast_products(self.device)
 
     def store(self) -> WeightStore:
         """Return what brings the model's weights in."""

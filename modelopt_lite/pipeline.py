@@ -99,11 +99,11 @@ def run_calibrated(
         stack.enter_context(crew.sending(streamed, watch))
         own = crew.batches(batches)
         heard = None if crew.silent else watch
-        passes = {n: partial(_forward, model, streamed, one, heard) for n, one in own.items()}
+        passes = {n: partial(_forward, job, streamed, one, heard) for n, one in own.items()}
         if exporter.rounded:  # behind the others in each layer, whose scales are known then
             heard = watch.twin(RoundedRun(plan.matrices, exporter.evidence).visit)
             passes |= {
-                len(batches) + n: partial(_forward, model, streamed, one, heard, second=True)
+                len(batches) + n: partial(_forward, job, streamed, one, heard, second=True)
                 for n, one in own.items()
             }
         # Whole models go pass by pass; searches then would hold what entered all layers.
@@ -124,7 +124,7 @@ def run_calibrated(
 
 
 def _forward(
-    model: Any,
+    job: Job,
     streamed: StreamedModel,
     batch: Mapping[str, Tensor],
     watch: InputWatch | None,
@@ -133,8 +133,8 @@ def _forward(
 ) -> None:
     """Run one batch through the model, where ``watch`` sees what enters weights."""
     token = _IN_SECOND_RUN.set(second)
-    with streamed.rows, watch or nullcontext(), model_code(model):
-        model(**batch, use_cache=False)
+    with streamed.rows, job.products(), watch or nullcontext(), model_code(job.model):
+        job.model(**batch, use_cache=False)
     _IN_SECOND_RUN.reset(token)
 
 

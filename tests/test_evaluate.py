@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import modelopt_lite.evaluate as module
 from modelopt_lite.api import quantize_and_export
 from modelopt_lite.build import eager_experts
+from modelopt_lite.calibrate.products import fast_products
 from modelopt_lite.calibrate.text import evaluation_text
 from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.errors import CalibrationError, NonFiniteError
@@ -66,7 +67,7 @@ def plain_nll(folder: Path, batches: Iterable[Tensor]) -> float:
 def loop_nll(model: Any, batches: Iterable[Tensor]) -> float:
     total, count = 0.0, 0
     for ids_BT in batches:
-        with torch.no_grad():
+        with torch.no_grad(), fast_products(torch.device("cpu")):
             logits = model(input_ids=ids_BT, use_cache=False).logits.float()
         targets_N = ids_BT[:, 1:].flatten()
         loss_N = functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets_N, reduction="none")

@@ -17,16 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Position of (input, weight) among the arguments of every product that may hold a weight.
-_PRODUCTS: dict[str, tuple[int, int]] = {
-    "linear": (0, 1),
-    "matmul": (0, 1),
-    "__matmul__": (0, 1),
-    "bmm": (0, 1),
-    "mm": (0, 1),
-    "addmm": (1, 2),
-    "baddbmm": (1, 2),
-}
+from modelopt_lite.calibrate.products import OPERANDS
+
 # Operations whose result still is the weight, or some of its experts.
 _SAME_WEIGHT = frozenset(
     {
@@ -98,7 +90,7 @@ class InputWatch(TorchFunctionMode):
         """Look at one torch function call."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _PRODUCTS:
+        if name in OPERANDS:
             return self._product(func, name, args, kwargs)
         result = func(*args, **kwargs)
         if args and (name in _PARTS or name in _SAME_WEIGHT):
@@ -112,7 +104,7 @@ class InputWatch(TorchFunctionMode):
     def _product(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        at, weight_at = _PRODUCTS[name]
+        at, weight_at = OPERANDS[name]
         weight = args[weight_at] if len(args) > weight_at else kwargs.get("weight")
         site = self._site(weight)
         if site is None or weight is None:

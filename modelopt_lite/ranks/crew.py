@@ -312,7 +312,13 @@ class Ranks(Alone):
         own = expert_forward(model.get_submodule(path))
         first = self._degrees.experts_of(self._team.rank, count).start
         for part in self._containers[path]:
-            with streamed.inside(part.name), streamed.rows, watch, model_code(model):
+            with (
+                streamed.inside(part.name),
+                streamed.rows,
+                self._job.products(),
+                watch,
+                model_code(model),
+            ):
                 for arrived in exchange.arrived:
                     self._batch = arrived.batch
                     _run_part(own, part, first, arrived)

@@ -1,0 +1,136 @@
+"""Matrix products of half precision where the processor has no instructions for them.
+
+torch then multiplies bfloat16 and float16 in plain loops: 10 GFLOP/s on a core with AVX2, against
+80 in float32. The operands are exact in float32, so a product there, rounded once at its end, is no
+less accurate than the model's own; the two differ as processors do among each other, by the order
+of their sums.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+# Position of (input, weight) among the arguments of every product that may hold a weight.
+OPERANDS: dict[str, tuple[int, int]] = {
+    "linear": (0, 1),
+    "matmul": (0, 1),
+    "__matmul__": (0, 1),
+    "bmm": (0, 1),
+    "mm": (0, 1),
+    "addmm": (1, 2),
+    "baddbmm": (1, 2),
+}
+# Values of an operand that are made float32 at a time, 4 MiB: they stay in cache.
+BLOCK = 1 << 20
+
+
+def fast_products(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which products of half precision take float32's time, where that is less.
+
+    Only products without gradients are concerned, and only on a CPU.
+    """
+    slow = slow_dtypes() if device.type == "cpu" else frozenset()
+    return _InFloat32(slow) if slow else nullcontext()
+
+
+def slow_dtypes() -> frozenset[torch.dtype]:
+    """Return the dtypes of which this processor has no products of matrices."""
+    slow = set()
+    if not _has("_is_mkldnn_bf16_supported"):
+        slow.add(torch.bfloat16)
+    if not _has("_is_mkldnn_fp16_supported"):
+        slow.add(torch.float16)
+    return frozenset(slow)
+
+
+def _has(question: str) -> bool:
+    """Ask oneDNN, by which torch multiplies half precision; builds without it have plain loops."""
+    ask = getattr(torch.ops.mkldnn, question, None)
+    return bool(torch.backends.mkldnn.is_available() and ask is not None and ask())
+
+
+class _InFloat32(TorchFunctionMode):
+    """Takes the place of products of two tensors of these dtypes."""
+
+    def __init__(self, dtypes: frozenset[torch.dtype]) -> None:
+        super().__init__()
+        self._dtypes = dtypes
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Look at one torch function call."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in OPERANDS and not torch.is_grad_enabled():
+            a, b, bias, others = _operands(name, args, kwargs)
+            if not others and self._slow(a, b):
+                return multiply(a, b.mT if name == "linear" else b, bias)
+        return func(*args, **kwargs)
+
+    def _slow(self, a: Any, b: Any) -> bool:
+        """Whether both are matrices, or stacks of them, of one dtype that is slow."""
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or min(a.ndim, b.ndim) < 2:
+            return False
+        return a.dtype is b.dtype and a.dtype in self._dtypes and a.device.type == "cpu"
+
+
+def _operands(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Return the two factors of a product, what is added to it, and the other arguments."""
+    if OPERANDS[name] == (0, 1):
+        others = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        a, b, added = (others.pop(one, None) for one in ("input", "weight", "bias"))
+        return a, b, added, others
+    added, a, b = args if len(args) == 3 else (None, None, None)
+    return a, b, added, kwargs
+
+
+def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``a @ b + bias``, summed in float32 and rounded once.
+
+    Args:
+        a: Of a dtype that float32 holds, [..., M, K].
+        b: Of the same dtype, [K, R] or [..., K, R] with leading axes that broadcast with a's.
+        bias: Broadcast to the result, or None.
+
+    Returns:
+        Of a's dtype, [..., M, R]; at most half a step of it, and the float32 sum's error, off.
+    """
+    if b.ndim == 2:
+        rows, leading = a.reshape(-1, a.shape[-1]), a.shape[:-2]
+        product = a.new_empty(len(rows), b.shape[1])
+        added = None if bias is None else bias.expand(*a.shape[:-1], b.shape[1])
+        _into(product, rows, b, None if added is None else added.reshape(product.shape))
+        return product.view(*a.shape[:-1], b.shape[1])
+    leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    product = a.new_empty(*leading, a.shape[-2], b.shape[-1])
+    a, b = a.expand(*leading, *a.shape[-2:]), b.expand(*leading, *b.shape[-2:])
+    added = None if bias is None else bias.expand(product.shape)
+    for index in itertools.product(*map(range, leading)):
+        _into(product[index], a[index], b[index], None if added is None else added[index])
+    return product
+
+
+def _into(product: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    """Write ``a [M, K] @ b [K, R] + bias [M, R]``, a few rows and columns at a time."""
+    step = max(1, BLOCK // max(1, a.shape[1]))
+    for left in range(0, b.shape[1], step):
+        columns = slice(left, left + step)
+        wide = b[:, columns].float()
+        for top in range(0, len(a), step):
+            rows = slice(top, top + step)
+            part = a[rows].float() @ wide
+            product[rows, columns] = part if bias is None else part.add_(bias[rows, columns])
