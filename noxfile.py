@@ -69,12 +69,17 @@ def install_release(session: nox.Session, release: str) -> None:
         session.install("--upgrade", "transformers")
 
 
+def check_specs(session: nox.Session) -> None:
+    """Hold every spec to the release of transformers that is installed."""
+    session.run("modelopt-lite", "specs", "check", "--jobs", "2", env=PASSIVE)
+
+
 @nox.session(default=False, python=PYTHONS)
 @nox.parametrize("release", RELEASES, ids=RELEASES)
 def tests_transformers(session: nox.Session, release: str) -> None:
     """Hold all specs to one release of transformers, and export a small model of every type."""
     install_release(session, release)
-    session.run("modelopt-lite", "specs", "check", "--jobs", "2", env=PASSIVE)
+    check_specs(session)
     session.run("python", "benchmarks/export_all.py", *session.posargs, env=PASSIVE)
 
 
@@ -92,8 +97,9 @@ EXPORTED = (
 @nox.session(default=False)
 @nox.parametrize("release", (tf_min, "latest"), ids=(tf_min, "latest"))
 def exports(session: nox.Session, release: str) -> None:
-    """Export small models of many types in FP8 and NVFP4, with one release of transformers."""
+    """Hold all specs to one release of transformers, and export many types in FP8 and NVFP4."""
     install_release(session, release)
+    check_specs(session)
     limits = ("--no-docs", "--minutes", "12")  # on a slow machine, types with experts alone
     formats = ("--dialects", "modelopt", "--recipes", "fp8", "nvfp4")
     asked = session.posargs or (*formats, "--types", *EXPORTED)

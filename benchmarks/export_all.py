@@ -83,11 +83,15 @@ def chosen(asked: Sequence[str]) -> list[str]:
     return [name for name in known if not asked or name in asked]
 
 
+# What an export imports, sooner or later: three of the four seconds that a type took.
+PRELOADED = ("exporting", "scipy.optimize", "transformers.modeling_layers")
+
+
 def prepare() -> None:
-    """Let a server import torch and transformers once; each type's process is forked from it."""
+    """Let a server import what every type needs, once; each one's process is forked from it."""
     paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    multiprocessing.set_forkserver_preload(["exporting"])
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
 
 
 def one(

@@ -13,6 +13,8 @@ from modelopt_lite.models.specs import (
     PTQSpec,
 )
 
+_READS_INPUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.gate_proj")
+
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
 # 5.24.0. Names on disk: files written by save_pretrained of the same releases.
 # AfmoeMoE: the name in earlier releases.
@@ -32,13 +34,7 @@ SPEC = register(
             router_names=("router",),
             fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
             norm_feeds=(
-                (
-                    "input_layernorm",
-                    (
-                        *("self_attn.q_proj", "self_attn.k_proj"),
-                        *("self_attn.v_proj", "self_attn.gate_proj"),
-                    ),
-                ),
+                ("input_layernorm", _READS_INPUT),
                 (
                     "pre_mlp_layernorm",
                     (

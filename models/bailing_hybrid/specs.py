@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from modelopt_lite.models.deepseek_v3.specs import READS_MLP
 from modelopt_lite.models.registry import register
 from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, MoESpec, NamingSpec, PTQSpec
 
@@ -34,14 +35,7 @@ SPEC = register(
                 ),
                 ("self_attn.o_norm", ("self_attn.o_proj", "attention.dense")),
                 ("attention.o_norm", ("self_attn.o_proj",)),
-                (
-                    "post_attention_layernorm",
-                    (
-                        *("mlp.gate_proj", "mlp.up_proj"),
-                        *("mlp.gate", "mlp.experts"),
-                        *("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-                    ),
-                ),
+                ("post_attention_layernorm", READS_MLP),
                 ("self_attn.kv_a_layernorm", ("self_attn.kv_b_proj", "attention.kv_b_proj")),
                 ("attention.kv_a_layernorm", ("self_attn.kv_b_proj", "attention.kv_b_proj")),
             ),

@@ -46,8 +46,7 @@ SPEC = register(
                 ("self_attn.kv_a_layernorm", ("self_attn.kv_b_proj",)),
                 ("post_attention_layernorm", READS_MLP),
             ),
-            # Measured by loading in bfloat16, 5.14.1 and 5.24.0; 4.57.6 casts it.
-            keep_dtype_names=("e_score_correction_bias",),
+            keep_dtype_names=("e_score_correction_bias",),  # 4.57.6 casts it
         ),
         expert_storage_spec=ExpertStorageSpec(
             linear_names=("gate_proj", "up_proj", "down_proj"),

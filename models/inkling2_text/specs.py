@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from modelopt_lite.models.inkling_mm_model.specs import SPEC as INKLING_MM_MODEL
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, MoESpec, NamingSpec, PTQSpec
+from modelopt_lite.models.variants import variant
 
 # Who reads an attention norm, as modules are called in memory and on disk.
 _Q = (
@@ -26,20 +27,17 @@ SKIP = (
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.24.0.
 # Names on disk: files written by save_pretrained of the same release.
 SPEC = register(
-    ModelSpec(
-        model_type="inkling2_text",
+    variant(
+        INKLING_MM_MODEL,
+        "inkling2_text",
         min_transformers_version="5.23",
-        moe_spec=MoESpec(
-            block_names=("Inkling2SparseMoeBlock",),
-            expert_linear_names=("gate_proj", "down_proj", "up_proj"),
-            gate_up_pair=("gate_proj", "up_proj"),
-        ),
-        ptq_spec=PTQSpec(
-            layer_names=("Inkling2FullDecoderLayer", "Inkling2SlidingDecoderLayer"),
-            router_names=("gate",),
-            skip_modules=SKIP,
-            fused_linears=(("gate_proj", "up_proj"),),
-            norm_feeds=(
+        moe_spec={"block_names": ("Inkling2SparseMoeBlock",)},
+        ep_spec=None,
+        ptq_spec={
+            "layer_names": ("Inkling2FullDecoderLayer", "Inkling2SlidingDecoderLayer"),
+            "skip_modules": SKIP,
+            "fused_linears": (("gate_proj", "up_proj"),),
+            "norm_feeds": (
                 *((norm, (*_Q, *_K, *_V)) for norm in ("input_layernorm", "attn_norm")),
                 *((norm, _Q) for norm in ("q_input_layernorm", "q_input_norm")),
                 *((norm, (*_K, *_K_CONV)) for norm in ("k_input_layernorm", "k_input_norm")),
@@ -48,21 +46,13 @@ SPEC = register(
                 ("mlp_norm", ("mlp.gate", "mlp.experts")),
             ),
             # Loaded as bfloat16, these stay float32.
-            keep_dtype_names=("query", "e_score_correction_bias"),
-        ),
-        expert_storage_spec=ExpertStorageSpec(
-            linear_names=("gate_proj", "up_proj", "down_proj"),
-            stacked_names=("w13_weight", "w2_weight"),
-            interleaved_gate_up=True,  # on disk; transformers puts gate before up as it loads
-        ),
-        naming_spec=NamingSpec(
-            layer_linear_names=(
+            "keep_dtype_names": ("query", "e_score_correction_bias"),
+        },
+        naming_spec={
+            "layer_linear_names": (
                 *("wq_du", "wk_dv", "wv_dv", "wr_du", "wo_ud"),
                 *("attn_sink_proj", "gate_attn"),
-            ),
-            layer_lists=("model.llm.layers",),
-            embedding_names=("model.llm.embed",),
-            head_names=("lm_head", "model.llm.unembed"),
-        ),
+            )
+        },
     )
 )

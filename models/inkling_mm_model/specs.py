@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
+from modelopt_lite.models.inkling_text.specs import SPEC as INKLING_TEXT
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import (
-    EPSpec,
-    ExpertStorageSpec,
-    ModelSpec,
-    MoESpec,
-    NamingSpec,
-    PTQSpec,
-)
+from modelopt_lite.models.specs import EPSpec
+from modelopt_lite.models.variants import variant
 
 # Who reads the attention norm, as modules are called in memory and on disk.
 _READS_INPUT = (
@@ -24,39 +19,29 @@ _READS_INPUT = (
 # Names on disk: files written by save_pretrained of the same release.
 # The norm before the experts feeds shared experts that no fold reaches.
 SPEC = register(
-    ModelSpec(
-        model_type="inkling_mm_model",
-        min_transformers_version="5.14",
-        moe_spec=MoESpec(
-            block_names=("InklingMoE",),
-            expert_linear_names=("gate_proj", "down_proj", "up_proj"),
-            gate_up_pair=("gate_proj", "up_proj"),
-        ),
+    variant(
+        INKLING_TEXT,
+        "inkling_mm_model",
         ep_spec=EPSpec(plan_config_attr="text_config"),
-        ptq_spec=PTQSpec(
-            layer_names=("InklingDecoderLayer",),
-            router_names=("gate",),
-            skip_modules=(
+        ptq_spec={
+            "skip_modules": (
                 *("*vision_tower*", "*audio*", "*visual*", "*.proj"),
                 *("*.k_sconv", "*.v_sconv", "*.attn_sconv", "*.mlp_sconv"),
                 *("*.shared_w13_weight", "*.shared_w2_weight"),
             ),
-            fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
-            norm_feeds=(
-                ("input_layernorm", _READS_INPUT),
-                ("attn_norm", _READS_INPUT),
-            ),
-        ),
-        expert_storage_spec=ExpertStorageSpec(
-            linear_names=("gate_proj", "up_proj", "down_proj"),
-            stacked_names=("w13_weight", "w2_weight"),
-            interleaved_gate_up=True,  # on disk; transformers puts gate before up as it loads
-        ),
-        naming_spec=NamingSpec(
-            layer_linear_names=("wk_dv", "wo_ud", "wq_du", "wr_du", "wv_dv"),
-            layer_lists=("model.llm.layers",),
-            embedding_names=("model.llm.embed",),
-            head_names=("lm_head", "model.llm.unembed"),
-        ),
+            "norm_feeds": tuple((norm, _READS_INPUT) for norm in ("input_layernorm", "attn_norm")),
+            "keep_dtype_names": (),
+        },
+        expert_storage_spec={
+            "stacked_names": ("w13_weight", "w2_weight"),
+            "interleaved_gate_up": True,  # on disk; transformers puts gate before up as it loads
+            "shared_expert_names": (),
+        },
+        naming_spec={
+            "layer_linear_names": ("wk_dv", "wo_ud", "wq_du", "wr_du", "wv_dv"),
+            "layer_lists": ("model.llm.layers",),
+            "embedding_names": ("model.llm.embed",),
+            "head_names": ("lm_head", "model.llm.unembed"),
+        },
     )
 )

@@ -1,16 +1,11 @@
-"""Kimi Linear: delta attention and latent attention, experts w1, w3 and w2."""
+"""Kimi Linear: delta attention and latent attention, experts as Mixtral's (w1, w3 and w2)."""
 
 from __future__ import annotations
 
+from modelopt_lite.models.mixtral.specs import SPEC as MIXTRAL
 from modelopt_lite.models.registry import register
-from modelopt_lite.models.specs import (
-    GATED_LINEARS,
-    ExpertStorageSpec,
-    ModelSpec,
-    MoESpec,
-    NamingSpec,
-    PTQSpec,
-)
+from modelopt_lite.models.specs import GATED_LINEARS
+from modelopt_lite.models.variants import variant
 
 _READS_INPUT = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.kv_a_proj_with_mqa"),
@@ -26,38 +21,34 @@ _READS_MLP = tuple(  # in memory and on disk
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.24.0.
 # Names on disk: files written by save_pretrained of the same release.
 SPEC = register(
-    ModelSpec(
-        model_type="kimi_linear",
+    variant(
+        MIXTRAL,
+        "kimi_linear",
         min_transformers_version="5.17",
-        moe_spec=MoESpec(
-            block_names=("KimiLinearMoE",),
-            expert_linear_names=("w1", "w2", "w3"),
-            gate_up_pair=("w1", "w3"),
-        ),
-        ptq_spec=PTQSpec(
-            layer_names=("KimiLinearDecoderLayer",),
-            router_names=("gate",),
-            skip_modules=("*_conv1d", "*.A_log"),
-            fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")),
-            norm_feeds=(
+        moe_spec={"block_names": ("KimiLinearMoE",)},
+        export_spec=None,
+        ep_spec=None,
+        ptq_spec={
+            "layer_names": ("KimiLinearDecoderLayer",),
+            "skip_modules": ("*_conv1d", "*.A_log"),
+            "fused_linears": (
+                *(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")),
+            ),
+            "norm_feeds": (
                 ("input_layernorm", _READS_INPUT),
                 ("post_attention_layernorm", _READS_MLP),
                 ("self_attn.kv_a_layernorm", ("self_attn.kv_b_proj",)),
             ),
             # Loaded as bfloat16, these stay float32.
-            keep_dtype_names=("e_score_correction_bias", "dt_bias"),
-        ),
-        expert_storage_spec=ExpertStorageSpec(
-            linear_names=("w1", "w3", "w2"),
-            stacked_names=("gate_up_proj", "down_proj"),
-            shared_expert_names=("shared_experts",),
-        ),
-        naming_spec=NamingSpec(
-            layer_linear_names=(
+            "keep_dtype_names": ("e_score_correction_bias", "dt_bias"),
+        },
+        expert_storage_spec={"shared_expert_names": ("shared_experts",)},
+        naming_spec={
+            "layer_linear_names": (
                 *GATED_LINEARS,
                 *("kv_a_proj_with_mqa", "kv_b_proj", "b_proj", "f_a_proj", "f_b_proj"),
                 *("g_a_proj", "g_b_proj", "w1", "w3", "w2"),
             )
-        ),
+        },
     )
 )

@@ -41,12 +41,10 @@ SPEC = register(
                 (
                     "post_attention_layernorm",
                     (
-                        "feed_forward.router",
-                        "feed_forward.experts",
+                        *("feed_forward.router", "feed_forward.experts"),
                         "feed_forward.shared_expert.gate_proj",
                         "feed_forward.shared_expert.up_proj",
-                        "feed_forward.gate_proj",
-                        "feed_forward.up_proj",
+                        *("feed_forward.gate_proj", "feed_forward.up_proj"),
                     ),
                 ),
             ),

@@ -16,6 +16,13 @@ from modelopt_lite.models.specs import (
     PTQSpec,
 )
 
+_READS_NORM = (
+    *("mixer.in_proj", "mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    *("mixer.up_proj", "mixer.gate", "mixer.shared_experts.up_proj"),
+    # With moe_latent_size the experts read fc1_latent_proj, and are narrower.
+    *("mixer.fc1_latent_proj", "mixer.experts"),
+)
+
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.14.1 and
 # 5.24.0. Names on disk: files written by save_pretrained of the same releases.
 # Expert parallelism: first release whose config class carries a plan (5.21.0).
@@ -36,19 +43,7 @@ SPEC = register(
             # mtp: _keys_to_ignore_on_load_unexpected, transformers 5.14.1.
             skip_modules=("*.conv1d", "mtp.*"),
             fused_linears=(("q_proj", "k_proj", "v_proj"),),
-            norm_feeds=(
-                (
-                    "norm",
-                    (
-                        *("mixer.in_proj", "mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
-                        *("mixer.up_proj", "mixer.gate", "mixer.shared_experts.up_proj"),
-                        # With moe_latent_size the experts read fc1_latent_proj, and are narrower.
-                        "mixer.fc1_latent_proj",
-                        "mixer.experts",
-                    ),
-                ),
-                ("mixer.norm", ("mixer.out_proj",)),
-            ),
+            norm_feeds=(("norm", _READS_NORM), ("mixer.norm", ("mixer.out_proj",))),
             # Measured by loading in bfloat16, 5.14.1 and 5.24.0: A_log, D and dt_bias are cast.
             keep_dtype_names=("e_score_correction_bias",),
         ),

@@ -46,12 +46,8 @@ SPEC = register(
                 ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
                 (
                     "post_attention_layernorm",
-                    (
-                        "mlp.gate",
-                        "mlp.experts",
-                        "mlp.gate_proj",  # layers of mlp_only_layers are dense
-                        "mlp.up_proj",
-                    ),
+                    # Layers of mlp_only_layers are dense.
+                    ("mlp.gate", "mlp.experts", "mlp.gate_proj", "mlp.up_proj"),
                 ),
             ),
         ),

@@ -14,6 +14,8 @@ from modelopt_lite.models.specs import (
     PTQSpec,
 )
 
+_READS_INPUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.g_proj")
+
 # Classes, module names, norms and who reads them: measured on built models, transformers 5.24.0.
 # Names on disk: files written by save_pretrained of the same release. vLLM reads the stacks, and
 # stacked scales beside them (read: step3p5.py).
@@ -34,21 +36,14 @@ SPEC = register(
             skip_modules=("*multi_modal_projector*", "*vision_model*", "*vit_large_projector*"),
             fused_linears=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
             norm_feeds=(
-                (
-                    "input_layernorm",
-                    (
-                        *("self_attn.q_proj", "self_attn.k_proj"),
-                        *("self_attn.v_proj", "self_attn.g_proj"),
-                    ),
-                ),
+                ("input_layernorm", _READS_INPUT),
                 (
                     "post_attention_layernorm",
                     (
                         *("mlp.gate_proj", "mlp.up_proj"),
                         *("mlp.shared_experts.gate_proj", "share_expert.gate_proj"),
                         *("mlp.shared_experts.up_proj", "share_expert.up_proj"),
-                        *("mlp.gate", "moe.gate"),
-                        *("mlp.experts", "moe"),
+                        *("mlp.gate", "moe.gate", "mlp.experts", "moe"),
                     ),
                 ),
             ),
