@@ -3,7 +3,8 @@
 Where the system lets it, the run is in a cgroup with the limit, in which the page cache counts;
 else its high-water mark of resident memory is held against the limit. Exits with 1 where the run
 exceeds the limit, is further than 15 % from its prediction, does not read each byte of the source
-exactly once, or writes more than 1 % beside the export.
+exactly once, or writes more than 1 % beside the export and what each layer puts out, in bfloat16,
+which is kept on disk to go on from.
 
     python benchmarks/big_in_small.py
 """
@@ -87,6 +88,7 @@ def main() -> None:
             Path(folder) / "source", QWEN3_MOE, **SHAPE, num_hidden_layers=layers
         )
         result, peak = run(source, options, int(options.limit * GB))
+    result["kept"] = 2 * layers * options.sequences * options.tokens * SHAPE["hidden_size"]
     sys.exit(report(result, peak, options.limit * GB))
 
 
@@ -101,13 +103,14 @@ def report(result: dict[str, Any], peak: int | None, limit: float) -> int:
         f"{result['predicted'] / GB:.2f} GB, ratio {ratio:.3f}; limit {limit / GB:.2f} GB "
         f"({in_cgroup})\n"
         f"read {result['read']:,} of {result['source']:,} bytes, "
-        f"wrote {result['written']:,} for an export of {result['export']:,}"
+        f"wrote {result['written']:,} for an export of {result['export']:,} and outputs of layers "
+        f"of {result['kept']:,}"
     )
     claims = {
         "memory within the limit": result["peak"] <= limit,
         "within 15 % of the prediction": abs(ratio - 1) <= ALLOWED,
         "each byte read once": result["read"] == result["source"],
-        "each byte written once": result["written"] <= 1.01 * result["export"],
+        "each byte written once": result["written"] <= 1.01 * (result["export"] + result["kept"]),
     }
     for claim, holds in claims.items():
         print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}")
