@@ -173,7 +173,7 @@ def _run(settled: Settled, ckpt: str | Path) -> Report:
         request = make_request(ckpt, settled.options)
         request.job.plan.notes.extend(settled.notes)
         request.load_data()
-        report = request.finished()
+        report = request.reuse()
         if report is None:
             for check in request.checks():
                 check()
@@ -187,7 +187,7 @@ def _run_rank(ckpt: str | Path, options: Options, team: Team) -> Report:
     request.job.plan.notes.extend(settled.notes)
     request.load_data()
     _check_alike(request, team)
-    report = team.decide("look for an export", request.finished)
+    report = team.decide("look for an export", request.reuse)
     if report is not None:
         return report
     if team.is_first:

@@ -36,7 +36,7 @@ from modelopt_lite.calibrate.text import evaluation_text
 from modelopt_lite.checkpoint.dequant import DequantizedSource, Source, open_source
 from modelopt_lite.checkpoint.names import map_names
 from modelopt_lite.errors import CalibrationError, NonFiniteError
-from modelopt_lite.job import Job, check_model_type, pick_device
+from modelopt_lite.job import Job, check_config, pick_device
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ptq_facts
 from modelopt_lite.offload.memory import bound_caches
@@ -48,7 +48,6 @@ from modelopt_lite.plan import Plan
 from modelopt_lite.predictions import Predictions
 from modelopt_lite.progress import Progress, make_progress
 from modelopt_lite.recipes import Recipe
-from modelopt_lite.sanity import check_counts
 
 EvalText = str | Path | Tensor | Iterable[Tensor] | Iterable[str] | None
 
@@ -180,8 +179,7 @@ def perplexity(
 
 def open_job(folder: Path, source: Source, trust: bool, device: str | torch.device | None) -> Job:
     """A run whose plan quantizes nothing: the same units and weights as that of an export."""
-    model_type = check_model_type(source.config, None, folder)
-    check_counts(source.config, [info.shape for info in source.tensors.values()], folder)
+    model_type = check_config(source, None, folder)
     model = build_meta_model(folder, source.config, trust_remote_code=trust)
     spec = get_spec(model_type)
     plan = Plan(

@@ -27,7 +27,7 @@ from modelopt_lite.export.quantize import check_finite
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.job import (
     Job,
-    check_model_type,
+    check_config,
     in_dialects,
     pick_device,
     tensor_shapes,
@@ -136,7 +136,7 @@ def export_hf(
         )
     folder, target = resolve_checkpoint(source), Path(export_dir).expanduser()
     on_disk = open_source(folder)
-    model_type = check_model_type(on_disk.config, None, folder)
+    model_type = check_config(on_disk, None, folder)
     tensors = tensor_shapes(on_disk)
     with quiet_transformers():
         structure = structure_of(model, tensors, get_spec(model_type))

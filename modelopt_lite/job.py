@@ -243,8 +243,7 @@ def prepare(
     if numerics not in ("exact", "modelopt"):
         raise RecipeError(f'numerics must be "exact" or "modelopt", got {numerics!r}')
     source = open_source(folder)
-    model_type = check_model_type(source.config, model_type, folder)
-    check_counts(source.config, [info.shape for info in source.tensors.values()], folder)
+    model_type = check_config(source, model_type, folder)
     structure, notes = None, []
     tensors = tensor_shapes(source)
     if not needs_data(recipe) and recipe.selects_by_class:
@@ -312,9 +311,20 @@ def tensor_shapes(source: Source) -> dict[str, TensorShape]:
     return shapes
 
 
-def check_model_type(config: dict[str, Any], given: str | None, folder: Path) -> str:
-    """Return the model type that config.json names; it must be the given one, if one is given."""
-    found = config.get("model_type")
+def check_config(source: Source, given: str | None, folder: Path) -> str:
+    """Return the model type that a source's config names, before anything is built from it.
+
+    Args:
+        source: The config, and the weights beside it.
+        given: What the user says the type is, if so.
+        folder: Of both, for messages.
+
+    Raises:
+        CheckpointError: It names none or another than the given one, or counts more layers,
+            experts or heads than the weights can hold.
+    """
+    check_counts(source.config, [info.shape for info in source.tensors.values()], folder)
+    found = source.config.get("model_type")
     if not isinstance(found, str) or not found:
         raise CheckpointError(
             f"{folder / 'config.json'} has no model_type; add the architecture's model_type, for "

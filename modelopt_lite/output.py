@@ -16,6 +16,7 @@ from modelopt_lite.errors import CheckpointError, OutputError
 _PARTIAL = ".partial"  # ends the name of the folder that a run works in
 _OWNER = "owner"  # there, the process that has the folder
 _EXPORT = "export"  # inside of the folder that an interrupted run leaves, beside the journal
+_OLD = "old"  # there, the export that is being replaced
 
 
 def resolve_checkpoint(ckpt: str | Path) -> Path:
@@ -78,14 +79,18 @@ def check_export_dir(export_dir: Path, source: Path, *, overwrite: bool) -> None
         )
     if target.exists() and not target.is_dir():
         raise OutputError(f"export_dir {export_dir} is a file; choose a folder")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise OutputError(
-            f"export_dir {export_dir} is not empty; choose another folder, or replace it with "
-            "overwrite=True (--overwrite)"
-        )
+    _check_empty(target, overwrite=overwrite)
     parent = _existing_parent(target)
     if not os.access(parent, os.W_OK):
         raise OutputError(f"{parent} is not writable, so {export_dir} cannot be made there")
+
+
+def _check_empty(target: Path, *, overwrite: bool) -> None:
+    if not overwrite and target.is_dir() and any(target.iterdir()):
+        raise OutputError(
+            f"export_dir {target} is not empty; choose another folder, or replace it with "
+            "overwrite=True (--overwrite)"
+        )
 
 
 def check_free_space(export_dir: Path, needed: int) -> None:
@@ -99,9 +104,9 @@ def check_free_space(export_dir: Path, needed: int) -> None:
 
 
 def unfinished_bytes(export_dir: Path) -> int:
-    """Return the bytes on disk of what an interrupted run into ``export_dir`` left."""
-    work = _work_folder(resolved(export_dir))
-    return sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file())
+    """Return the bytes on disk of the export that an interrupted run into ``export_dir`` left."""
+    export = staged_export(export_dir)
+    return sum(path.stat().st_blocks * 512 for path in export.rglob("*") if path.is_file())
 
 
 @contextmanager
@@ -119,14 +124,12 @@ def staged(export_dir: Path, *, overwrite: bool, resume: bool = False) -> Iterat
     target = resolved(export_dir)
     made = [p for p in (target.parent, *target.parent.parents) if not p.exists()]
     work = _work_folder(target)
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot make a folder in {target.parent}: {error.strerror}") from error
     with _locked(work, target):
         export = work / _EXPORT
         try:
             with writing(work):
+                _put_back(work, target)
+                _check_empty(target, overwrite=overwrite)  # as it was before others had the folder
                 if not (resume and has_entries(work)):
                     _empty(work)
                 export.mkdir(exist_ok=True)
@@ -134,6 +137,7 @@ def staged(export_dir: Path, *, overwrite: bool, resume: bool = False) -> Iterat
             _replace(export, target, overwrite=overwrite)
             shutil.rmtree(work, ignore_errors=True)
         except BaseException as error:
+            _put_back(work, target)
             if resume and has_entries(work) and _may_go_on(error):
                 kept = f"what is finished stays in {work}; run the same again to go on"
                 error.args = (f"{str(error) or 'interrupted'}; {kept}",)
@@ -163,8 +167,12 @@ def staged_export(export_dir: Path) -> Path:
 
 
 def discard_unfinished(export_dir: Path) -> None:
-    """Remove what an interrupted run into ``export_dir`` left."""
-    shutil.rmtree(_work_folder(resolved(export_dir)), ignore_errors=True)
+    """Remove what an interrupted run into ``export_dir`` left; what a run has now stays."""
+    target = resolved(export_dir)
+    work = _work_folder(target)
+    if work.is_dir():
+        with suppress(OutputError), _locked(work, target):
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _may_go_on(error: BaseException) -> bool:
@@ -184,23 +192,55 @@ def _work_folder(target: Path) -> Path:
 
 @contextmanager
 def _locked(work: Path, target: Path) -> Iterator[None]:
-    """Hold a folder against other runs; the system lets go of it when the process ends."""
-    fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Make a folder and hold it against other runs; it is let go when the process ends."""
+    fd = _hold(work, target)
     try:
+        with suppress(OSError):  # it is for messages alone
+            (work / _OWNER).write_text(f"{os.getpid()} {platform.node()}\n", encoding="utf-8")
+        yield
+    finally:
+        os.close(fd)
+
+
+def _hold(work: Path, target: Path) -> int:
+    """Return a descriptor that holds the folder; it is made where it is not there.
+
+    A run that ends removes the folder: whoever opened it before would hold what is gone, while
+    others make it anew and hold that.
+    """
+    while True:
+        try:
+            work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(
+                f"cannot make a folder in {target.parent}: {error.strerror}"
+            ) from error
+        try:
+            fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # another run has ended
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            os.close(fd)
             raise OutputError(
                 f"another run{_owner_of(work)} is writing {target}; wait for it, or choose another "
                 "export_dir"
             ) from error
         except OSError:
             pass  # a file system without locks
-        with suppress(OSError):  # it is for messages alone
-            (work / _OWNER).write_text(f"{os.getpid()} {platform.node()}\n", encoding="utf-8")
-        yield
-    finally:
+        if _is_at(fd, work):
+            return fd
         os.close(fd)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open folder is the one of its path still."""
+    try:
+        there = path.stat()
+    except OSError:
+        return False
+    return os.path.samestat(there, os.fstat(fd))
 
 
 def _owner_of(work: Path) -> str:
@@ -222,19 +262,27 @@ def _empty(folder: Path) -> None:
             path.unlink()
 
 
-def _replace(work: Path, target: Path, *, overwrite: bool) -> None:
-    old = target.parent / f".{target.name}.old-{os.getpid()}"
+def _replace(export: Path, target: Path, *, overwrite: bool) -> None:
+    """Put an export into its place; the one that it replaces goes with the folder of the run."""
+    old = export.with_name(_OLD)
     try:
         if target.is_dir() and any(target.iterdir()) and overwrite:
+            if old.exists():
+                shutil.rmtree(old)
             target.rename(old)
         elif target.is_dir():
             target.rmdir()  # empty, as checked at the start
-        work.rename(target)
+        export.rename(target)
     except OSError as error:
-        if old.is_dir() and not target.exists():
-            old.rename(target)
         raise OutputError(f"cannot put the export in place at {target}: {error}") from error
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def _put_back(work: Path, target: Path) -> None:
+    """Give the export back its place that a run took away to replace it, and did not."""
+    old = work / _OLD
+    if old.is_dir() and not target.exists():
+        with suppress(OSError):
+            old.rename(target)
 
 
 def _existing_parent(path: Path) -> Path:

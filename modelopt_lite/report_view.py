@@ -13,7 +13,7 @@ from modelopt_lite.words import bytes_text, counted
 
 if TYPE_CHECKING:
     from modelopt_lite.fidelity import Fidelity
-    from modelopt_lite.formats.linear import ErrorReport
+    from modelopt_lite.formats.errors import ErrorReport
     from modelopt_lite.report import Report
     from modelopt_lite.verify.audit import Audit, Coverage
     from modelopt_lite.verify.diff import Difference

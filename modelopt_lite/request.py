@@ -82,6 +82,22 @@ class Options:
     verify: bool = True
     progress: bool | Progress = True
 
+    def load_calibration_data(self, job: Job) -> CalibrationData:
+        """Load what was asked for to run a model on.
+
+        Raises:
+            CalibrationError: Nothing to read, nothing in it, or ids outside of the vocabulary.
+        """
+        return load_calibration_data(
+            self.calib_data,
+            job.folder,
+            size=self.calib_size,
+            seq_len=self.calib_seq_len,
+            batch_size=self.batch_size,
+            vocab_size=job.vocab_size,
+            trust_remote_code=self.trust_remote_code,
+        )
+
 
 @dataclass(slots=True)
 class Request:
@@ -119,17 +135,8 @@ class Request:
         Raises:
             CalibrationError: Nothing to read, nothing in it, or ids outside of the vocabulary.
         """
-        options = self.options
         if self.job.plan.needs_calibration:
-            self.data = load_calibration_data(
-                options.calib_data,
-                self.job.folder,
-                size=options.calib_size,
-                seq_len=options.calib_seq_len,
-                batch_size=options.batch_size,
-                vocab_size=self.job.vocab_size,
-                trust_remote_code=options.trust_remote_code,
-            )
+            self.data = self.options.load_calibration_data(self.job)
 
     @property
     def details(self) -> dict[str, Any]:
@@ -209,8 +216,14 @@ class Request:
         if self.differing:
             return None
         self._check_whole()
-        discard_unfinished(self.target)  # of a run that was killed when all was done
         report.reused = True
+        return report
+
+    def reuse(self) -> Report | None:
+        """Do as `finished`; what a run left that was killed when all was done goes."""
+        report = self.finished()
+        if report is not None:
+            discard_unfinished(self.target)
         return report
 
     def checks(self) -> list[Callable[[], None]]:

@@ -27,7 +27,7 @@ from modelopt_lite.auto.space import Group, Scores, Space
 from modelopt_lite.auto.variant_log import VariantLog
 from modelopt_lite.budgets import SIZES, read_budgets
 from modelopt_lite.build import eager_experts
-from modelopt_lite.calibrate.data import CalibrationData, load_calibration_data
+from modelopt_lite.calibrate.data import CalibrationData
 from modelopt_lite.errors import CalibrationError, OutputError, RecipeError
 from modelopt_lite.job import (
     Job,
@@ -95,16 +95,7 @@ class Search:
             CalibrationError: Nothing to read, nothing in it, or ids outside of the vocabulary; or
                 samples with pictures.
         """
-        options = self.options
-        self.data = load_calibration_data(
-            options.calib_data,
-            self.job.folder,
-            size=options.calib_size,
-            seq_len=options.calib_seq_len,
-            batch_size=options.batch_size,
-            vocab_size=self.job.vocab_size,
-            trust_remote_code=options.trust_remote_code,
-        )
+        self.data = self.options.load_calibration_data(self.job)
         if self.data.others:
             raise CalibrationError(
                 f"auto_quantize scores formats on text, and {self.data.origin} has samples with "

@@ -15,7 +15,7 @@ from modelopt_lite.dialects.known import dialect_names
 from modelopt_lite.errors import CalibrationError, RecipeError
 from modelopt_lite.job import (
     Job,
-    check_model_type,
+    check_config,
     in_dialects,
     move_buffers,
     pick_device,
@@ -26,7 +26,6 @@ from modelopt_lite.output import default_export_dir, resolve_checkpoint
 from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.recipes.auto import checked_bits
 from modelopt_lite.request import Options, make_request
-from modelopt_lite.sanity import check_counts
 from modelopt_lite.structure import structure_of
 
 
@@ -120,8 +119,7 @@ def prepare_search(ckpt: str | Path, options: Options, recipe: Recipe) -> Search
         )
     folder = resolve_checkpoint(ckpt)
     source = open_source(folder)
-    model_type = check_model_type(source.config, options.model_type, folder)
-    check_counts(source.config, [info.shape for info in source.tensors.values()], folder)
+    model_type = check_config(source, options.model_type, folder)
     model = build_meta_model(folder, source.config, trust_remote_code=options.trust_remote_code)
     structure = structure_of(model, tensor_shapes(source), get_spec(model_type))
     space = find_space(

@@ -27,7 +27,8 @@ from modelopt_lite.export.quantize import (
 from modelopt_lite.export.treat import ReadThrough, Sharing, Treated, folds_by_tensor
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.base import rounded_up
-from modelopt_lite.formats.linear import FORMATS, ErrorReport
+from modelopt_lite.formats.errors import ErrorReport
+from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.offload.store import Loaded
 from modelopt_lite.offload.units import Unit
 from modelopt_lite.plan import Copy, Matrix, Plan

@@ -12,7 +12,8 @@ from modelopt_lite.errors import InternalError, NonFiniteError
 from modelopt_lite.export.keep_codes import Kept, Powers, keep_signs_of_zeros, kept_scales
 from modelopt_lite.export.treat import Treated
 from modelopt_lite.formats.base import Numerics, amax
-from modelopt_lite.formats.linear import FORMATS, ErrorReport, LinearFormat, measure_error
+from modelopt_lite.formats.errors import ErrorReport
+from modelopt_lite.formats.linear import FORMATS, LinearFormat, measure_error
 from modelopt_lite.plan import Matrix
 from modelopt_lite.select import Output
 from modelopt_lite.words import counted

@@ -7,7 +7,6 @@ each case.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -15,10 +14,11 @@ import torch
 from torch import Tensor
 
 from modelopt_lite.errors import RecipeError
-from modelopt_lite.formats import base, inputs
+from modelopt_lite.formats import inputs
 from modelopt_lite.formats.base import Numerics, TensorSpec, tiles
 from modelopt_lite.formats.codecs import fp4, fp8, integer
 from modelopt_lite.formats.codecs.base import Codec
+from modelopt_lite.formats.errors import ErrorReport, ErrorSums
 from modelopt_lite.formats.groups import GROUP_MULTIPLE, fits_groups
 from modelopt_lite.formats.inputs import INPUTS, Inputs
 from modelopt_lite.words import near
@@ -302,24 +302,6 @@ def with_inputs(fmt: LinearFormat, name: str) -> LinearFormat:
     return found.with_group_size(fmt.group_size or 0) if found.codec.any_block else found
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorReport:
-    """How far quantized values lie from their source."""
-
-    worst: float
-    """Largest ``|error| / max_error``; a right export has at most 1. NaN where a value is NaN, 0
-    where the format has no known bound."""
-    relative: float
-    """Root of the summed squared errors over the root of the summed squares; 0 for all zeros."""
-    cosine: float = math.nan
-    """Of the angle between source and quantized values, 1 where both are zero; NaN: not asked."""
-
-    @property
-    def sqnr(self) -> float:
-        """Signal over quantization noise in decibels; infinite without an error."""
-        return -20 * math.log10(self.relative) if self.relative else math.inf
-
-
 def measure_error(
     fmt: LinearFormat,
     w: Tensor,
@@ -342,8 +324,7 @@ def measure_error(
             ``Codec.clipping_error``.
         angle: Measure the cosine, too, for which every value is multiplied once more.
     """
-    worst = torch.zeros((), dtype=torch.float32, device=w.device)
-    error_sum = source_sum = product_sum = value_sum = 0.0
+    sums = ErrorSums(angle=angle)
     codec, kept = fmt.codec, {k: v for k, v in tensors.items() if k != "input_scale"}
     for w_RK, parts in _matrices(w, kept, turned):
         for rows, columns in tiles(w_RK, codec.row_multiple, codec.column_multiple):
@@ -355,22 +336,8 @@ def measure_error(
                 bound = codec.clipping_error(seen, part)
             else:
                 bound = codec.max_error(seen, part, numerics=numerics)
-            value = codec.dequantize(part, torch.float32)
-            if angle:
-                value_sum += base.sum_of_squares(value)
-                product_sum += float((value.double() * source).sum())
-            source_sum += base.sum_of_squares(source)
-            error = value.sub_(source).abs_()
-            error_sum += base.sum_of_squares(error)
-            # The smallest divisor keeps 0 / 0 at 0 and lets any error where none is due stand out.
-            ratio = error.div_(bound.clamp_min_(base.F32_TINY))
-            worst = torch.maximum(worst, ratio.amax())
-    relative = (error_sum / source_sum) ** 0.5 if source_sum else error_sum**0.5
-    cosine = math.nan
-    if angle:
-        norms = source_sum**0.5 * value_sum**0.5
-        cosine = product_sum / norms if norms else float(source_sum == value_sum)
-    return ErrorReport(worst=worst.item(), relative=relative, cosine=cosine)
+            sums.add(source, codec.dequantize(part, torch.float32), bound)
+    return sums.report()
 
 
 def _matrices(

@@ -15,7 +15,7 @@ from typing import Any
 from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.errors import AuditError, CheckpointError
-from modelopt_lite.formats.linear import ErrorReport
+from modelopt_lite.formats.errors import ErrorReport
 from modelopt_lite.verify.cache import check_kv
 from modelopt_lite.verify.compare import check_errors, compare_with_source
 from modelopt_lite.verify.engines import check_engines

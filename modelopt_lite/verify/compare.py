@@ -15,7 +15,8 @@ from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.errors import CheckpointError
 from modelopt_lite.formats.base import row_chunks
 from modelopt_lite.formats.declared import same_shape
-from modelopt_lite.formats.linear import FORMATS, ErrorReport, LinearFormat, measure_error
+from modelopt_lite.formats.errors import ErrorReport, ErrorSums
+from modelopt_lite.formats.linear import FORMATS, LinearFormat, measure_error
 from modelopt_lite.models.specs import ExpertStorageSpec
 from modelopt_lite.select import oriented
 from modelopt_lite.verify.export import Export, Module
@@ -104,19 +105,11 @@ def _decoded(export: Export) -> Source | None:
 
 def _without_bound(w_RK: Tensor, value_RK: Tensor) -> ErrorReport:
     """Measure what no bound is known for, a few rows at a time."""
-    errors = source = values = products = 0.0
+    sums = ErrorSums(angle=True)
     for rows in row_chunks(w_RK):
-        w, value = w_RK[rows].double(), value_RK[rows].double()
-        errors += float((value - w).square().sum())
-        source += float(w.square().sum())
-        values += float(value.square().sum())
-        products += float((w * value).sum())
-    norms = source**0.5 * values**0.5
-    return ErrorReport(
-        worst=math.nan if math.isnan(errors) else 0.0,
-        relative=(errors / source) ** 0.5 if source else errors**0.5,
-        cosine=products / norms if norms else float(source == values),
-    )
+        # Copied, as they are overwritten.
+        sums.add(w_RK[rows].float(), value_RK[rows].to(torch.float32, copy=True))
+    return sums.report()
 
 
 def check_errors(
@@ -195,10 +188,4 @@ class _SourceReader:
                 self._decoded = None
                 self._decoded = (info.name, source.read(info.name))
             return self._decoded[1][expert]
-        size = info.nbytes // info.shape[0]
-        with info.file.open("rb") as file:
-            file.seek(info.start + expert * size)
-            data = bytearray(file.read(size))
-        if len(data) != size:
-            raise CheckpointError(f"{info.file}: ends inside of {info.name!r}")
-        return torch.frombuffer(data, dtype=info.dtype).view(info.shape[1:])
+        return source.read_rows(info.name, range(expert, expert + 1))[0]

@@ -1,6 +1,6 @@
-"""Fuzz each target for some minutes, and write what came of it into docs/security.md.
+"""Fuzz each target for some minutes of processor time, and write it into docs/security.md.
 
-    python tests/fuzz/long.py [--seconds 600] [--only NAME] [--write]
+    python tests/fuzz/long.py [--seconds 600] [--only NAME...] [--write]
 
 Ends with 1, and the input that did it, where a demand of tests/helpers/fuzzing.py is not met.
 """
@@ -31,9 +31,9 @@ _BATCH = 50
 
 
 def fuzz(name: str, seconds: float, folder: Path) -> int:
-    """Run a target on new inputs until the time is up; return how many there were."""
-    started, round_, count = time.monotonic(), 0, 0
-    while time.monotonic() - started < seconds:
+    """Run a target on new inputs for so much processor time; return how many there were."""
+    started, round_, count = time.process_time(), 0, 0
+    while time.process_time() - started < seconds:
         round_ += 1
 
         @seed(round_)
@@ -57,43 +57,48 @@ def fuzz(name: str, seconds: float, folder: Path) -> int:
     return count
 
 
-def table(counts: dict[str, tuple[int, float]]) -> str:
-    """What was run, for the page."""
-    lines = ["| target | what | inputs | minutes |", "| --- | --- | --- | --- |"]
-    for name, (count, seconds) in counts.items():
-        what = (TARGETS[name].__doc__ or "").splitlines()[0].rstrip(".")
-        lines.append(f"| `{name}` | {what} | {count:,} | {seconds / 60:.1f} |")
+def row(name: str, count: int, seconds: float) -> str:
+    """What was run of one target, for the page."""
+    what = (TARGETS[name].__doc__ or "").splitlines()[0].rstrip(".")
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    lines += ["", f"Last run {datetime.now(UTC):%Y-%m-%d}, {versions}: no demand was broken."]
-    return "\n".join(lines)
+    cells = (
+        f"`{name}`",
+        what,
+        f"{count:,}",
+        f"{seconds / 60:.1f}",
+        f"{datetime.now(UTC):%Y-%m-%d}",
+    )
+    return f"| {' | '.join(cells)} | {versions} |"
 
 
-def write(text: str) -> None:
-    """Replace what stands between the marks of the page."""
+def write(name: str, line: str) -> None:
+    """Put the row of a target between the marks of the page; other targets keep theirs."""
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    text, _, after = rest.partition(END)
+    rows = {old.split("`")[1]: old for old in text.splitlines() if old.startswith("| `")}
+    rows[name] = line
+    kept = [rows[target] for target in TARGETS if target in rows]
+    head = "| target | what | inputs | processor minutes | on | with |"
+    lines = [BEGIN, head, "| --- " * 6 + "|", *kept]
+    PAGE.write_text(before + "\n".join([*lines, END]) + after, encoding="utf-8")
 
 
 def main() -> None:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600, help="of each target")
-    parser.add_argument("--only", choices=TARGETS, help="this target alone")
+    parser.add_argument("--seconds", type=float, default=600, help="processor time of each target")
+    parser.add_argument("--only", choices=TARGETS, nargs="+", help="these targets alone")
     parser.add_argument("--write", action="store_true", help="into docs/security.md")
     given_ = parser.parse_args()
-    counts = {}
     with tempfile.TemporaryDirectory() as base:
-        for name in [given_.only] if given_.only else TARGETS:
-            started = time.monotonic()
+        for name in given_.only or TARGETS:
+            started = time.process_time()
             count = fuzz(name, given_.seconds, Path(base) / "given")
-            counts[name] = (count, time.monotonic() - started)
-            print(f"{name}: {count:,} inputs", flush=True)
-    text = table(counts)
-    print(text)
-    if given_.write:
-        write(text)
+            line = row(name, count, time.process_time() - started)
+            print(line, flush=True)
+            if given_.write:
+                write(name, line)
 
 
 if __name__ == "__main__":
