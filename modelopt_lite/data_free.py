@@ -18,10 +18,12 @@ from modelopt_lite.export.quantize import check_finite
 from modelopt_lite.job import Job
 from modelopt_lite.offload.store import Rooms
 from modelopt_lite.offload.units import Unit
+from modelopt_lite.process import compute_on
 from modelopt_lite.progress import Progress
 from modelopt_lite.resume import UnitLog
 from modelopt_lite.tensor_units import UNIT_BYTES
 
+_MOST_QUANTIZERS = 8  # each holds a unit; disks are slower than that
 _ALIGN = 64  # bytes; a cache line, and enough for every dtype
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -64,7 +66,7 @@ def run_data_free(
     before = finished.count(True)
     with (
         ThreadPoolExecutor(1, "reader") as reader,
-        ThreadPoolExecutor(workers, "quantizer") as quantizers,
+        ThreadPoolExecutor(workers, "quantizer", compute_on, (1,)) as quantizers,
     ):
         ready = _ahead(reader, loader.load, left, 1)
         exported = _ahead(quantizers, export, ready, workers)
@@ -118,10 +120,12 @@ class _Loader:
 def quantizer_count(device: torch.device) -> int:
     """Return how many threads quantize at a time: the one place that decides.
 
-    Formats work in chunks that keep four of torch's threads busy. With fewer, one quantizer was
-    faster than several of one thread each. An accelerator serves one at a time anyway.
+    Each computes on one thread, as what it does at a time is too little to share. Reading, writing
+    and the interpreter take the rest of the processor. An accelerator serves one at a time anyway.
     """
-    return 1 if device.type != "cpu" else max(1, torch.get_num_threads() // 4)
+    return (
+        1 if device.type != "cpu" else min(max(1, torch.get_num_threads() // 2), _MOST_QUANTIZERS)
+    )
 
 
 def _ahead(

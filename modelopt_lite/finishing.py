@@ -8,6 +8,8 @@ from types import TracebackType
 
 import torch
 
+from modelopt_lite.process import compute_on
+
 Task = Callable[[], None]
 
 
@@ -22,10 +24,12 @@ class OneBehind:
 
     Args:
         overlapped: False does each task at once, on the caller's thread.
+        threads: How many of torch's threads the tasks take where they overlap; None: the usual.
     """
 
-    def __init__(self, *, overlapped: bool = True) -> None:
-        self._pool = ThreadPoolExecutor(1, "quantizer") if overlapped else None
+    def __init__(self, *, overlapped: bool = True, threads: int | None = None) -> None:
+        given = () if threads is None else (compute_on, (threads,))
+        self._pool = ThreadPoolExecutor(1, "quantizer", *given) if overlapped else None
         self._doing: Future[None] | None = None
 
     def __enter__(self) -> OneBehind:

@@ -72,7 +72,9 @@ def run_calibrated(
     with ExitStack() as stack:
         skipped = stack.enter_context(without_head(model, plan))
         units = [unit for unit in job.own_units if unit.name not in skipped]
-        behind = stack.enter_context(OneBehind(overlapped=schedule.overlapped))
+        # A search takes as many threads wherever it runs: sums in products depend on their number.
+        threads = None if searches else max(1, torch.get_num_threads() // 2)
+        behind = stack.enter_context(OneBehind(overlapped=schedule.overlapped, threads=threads))
         tell = _counted(progress, len(units))
         walk = _Walk(model, exporter, sink, log, watch, watched, behind, tell, crew)
         if plan.kv_cache:

@@ -6,6 +6,7 @@ import atexit
 import functools
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -67,3 +68,20 @@ def use_huge_pages() -> None:
     must come before; a value that the user set stays.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def compute_on(threads: int) -> None:
+    """Have torch run what the calling thread computes on so many threads, its own among them.
+
+    Each thread that computes has a team of torch's threads. Where teams have more threads together
+    than the processor has cores, they wait for each other asleep, at each operation: on two cores
+    a run took half as long again with two teams of two.
+    """
+    import torch
+
+    usual = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    # That is also what threads yet to begin would have; set again by a thread that ends with it.
+    again = threading.Thread(target=torch.set_num_threads, args=(usual,))
+    again.start()
+    again.join()

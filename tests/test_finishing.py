@@ -45,6 +45,20 @@ def test_tasks_run_without_gradients(overlapped: bool) -> None:
     assert seen == [(True, not overlapped)]
 
 
+@pytest.mark.parametrize("threads", [None, 1])
+def test_tasks_compute_on_as_many_threads_as_said(threads: int | None) -> None:
+    seen: list[int] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with OneBehind(threads=threads) as behind:
+            behind.start(lambda: seen.append(torch.zeros(1).numel() and torch.get_num_threads()))
+        assert seen == [threads or 3]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def fail() -> None:
     raise ZeroDivisionError("the task")
 

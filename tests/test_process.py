@@ -6,10 +6,17 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
+import torch
 
-from modelopt_lite.process import collector_paused, only_new_collected, use_huge_pages
+from modelopt_lite.process import (
+    collector_paused,
+    compute_on,
+    only_new_collected,
+    use_huge_pages,
+)
 
 
 def test_the_collector_is_left_as_found() -> None:
@@ -54,3 +61,27 @@ weakref.finalize(thing, print, "second")
 """
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert sorted(run.stdout.split()) == ["first", "second"]
+
+
+def test_threads_of_one_thread_are_its_own() -> None:
+    found: dict[str, int] = {}
+
+    def limited() -> None:
+        compute_on(1)
+        found["limited"] = torch.get_num_threads()
+
+    def usual() -> None:
+        torch.ones(8).sum()  # torch asks at the first operation of a thread
+        found["usual"] = torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for work in (limited, usual):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        assert found == {"limited": 1, "usual": 3}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

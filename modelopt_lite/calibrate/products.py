@@ -9,8 +9,9 @@ of their sums.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ OPERANDS: dict[str, tuple[int, int]] = {
 }
 # Values of an operand that are made float32 at a time, 4 MiB: they stay in cache.
 BLOCK = 1 << 20
+_ROOMS: list[Tensor] = []  # memory for blocks, for as many as multiply at a time
 
 
 def fast_products(device: torch.device) -> AbstractContextManager[Any]:
@@ -126,11 +128,32 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _into(product: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     """Write ``a [M, K] @ b [K, R] + bias [M, R]``, a few rows and columns at a time."""
-    step = max(1, BLOCK // max(1, a.shape[1]))
-    for left in range(0, b.shape[1], step):
-        columns = slice(left, left + step)
-        wide = b[:, columns].float()
-        for top in range(0, len(a), step):
-            rows = slice(top, top + step)
-            part = a[rows].float() @ wide
-            product[rows, columns] = part if bias is None else part.add_(bias[rows, columns])
+    depth = a.shape[1]
+    step = max(1, min(BLOCK // max(1, depth), math.isqrt(BLOCK)))
+    with _room(max(BLOCK, depth)) as (of_a, of_b, of_product):
+        for left in range(0, b.shape[1], step):
+            columns = slice(left, left + step)
+            wide_b = _held(of_b, b[:, columns].mT).copy_(b[:, columns].mT).mT
+            for top in range(0, len(a), step):
+                rows = slice(top, top + step)
+                wide_a = _held(of_a, a[rows]).copy_(a[rows])
+                part = torch.mm(wide_a, wide_b, out=_held(of_product, product[rows, columns]))
+                product[rows, columns] = part if bias is None else part.add_(bias[rows, columns])
+
+
+def _held(room: Tensor, like: Tensor) -> Tensor:
+    return room[: like.numel()].view(like.shape)
+
+
+@contextmanager
+def _room(size: int) -> Iterator[Tensor]:
+    """Lend float32 [3, size or more], undefined; whoever multiplies next takes it again.
+
+    Allocated anew for each block, its pages would be new ones each time, too: a third of a run.
+    """
+    room = _ROOMS.pop() if _ROOMS else torch.empty(0, 0)
+    if room.numel() < 3 * size:
+        with torch.inference_mode(False):  # for callers in it, and others
+            room = torch.empty(3, size)
+    yield room
+    _ROOMS.append(room)
