@@ -87,6 +87,13 @@ class Job:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
+    def stacked_layers(self) -> set[str | None]:
+        """Layers whose experts come in parts and stay one tensor, which is made of all of them."""
+        whole = {m.entry for m in self.plan.matrices if m.stacked and not m.region}
+        parts = (unit for unit in self.plan.units if unit.of_stack)
+        return {unit.parent for unit in parts if not whole.isdisjoint(unit.entries)}
+
+    @property
     def runs_twice(self) -> bool:
         """Whether all batches run a second time, with rounded inputs; see `Algorithm`."""
         algorithm = make_algorithm(self.plan.recipe.algorithm, self.plan.numerics)
@@ -190,14 +197,18 @@ def layer_parts(
 ) -> list[Unit]:
     """Split a layer into its experts, ``size`` at a time, and the rest of it, which comes first.
 
-    Experts that become one tensor are split only where ``stacks`` is given: such parts can be
-    brought in, and what they become is made of the whole tensor.
+    Experts that are rows of one tensor on disk are split only where ``stacks`` is given: such parts
+    can be brought in, and where they stay one tensor, that is made of the whole.
     """
-    stacked = {m.entry for m in plan.matrices if m.stacked and not m.region}
     if not unit.is_layer:
         return [unit]
+    stacked = {m.entry for m in plan.matrices if m.stacked and not m.region}
     if stacked.isdisjoint(unit.entries):
-        return split_experts(unit, model, plan.names, size)
+        parts = split_experts(unit, model, plan.names, size)
+        # Matrices of a tensor on disk that has all experts are cut from its rows.
+        stacked = {m.entry for m in plan.matrices if m.region and m.expert is not None}
+        if parts != [unit] or not stacks:
+            return parts
     return split_stacks(unit, model, plan.names, stacked, size) if stacks else [unit]
 
 

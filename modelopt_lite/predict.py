@@ -166,7 +166,7 @@ def predict(
         }
         if job.plan.recipe.algorithm.needs_inputs:
             tokens = sum(map(math.prod, batches))
-            work |= search_memory(job, Seen(tokens, shapes.share, shapes.itemsize))
+            work |= search_memory(job, Seen(tokens, len(batches), shapes.share, shapes.itemsize))
     config, class_name = job.source.config, type(job.model).__name__
     times, again = expert_reads(job)
     texts = [t for p in job.plans.values() for t in config_texts(config, p, class_name).values()]
@@ -276,7 +276,8 @@ def weights_in_memory(
     """
     tensors = job.source.tensors
     sizes = [
-        store.bytes_of(unit) + sum(tensors[name].nbytes for name in store.kept_apart(unit))
+        store.bytes_of(unit)
+        + sum(_own_rows(unit, tensors[name].nbytes) for name in store.kept_apart(unit))
         for unit in units
     ]
     if budget is None:
@@ -290,6 +291,13 @@ def weights_in_memory(
     # A unit comes in while the one before it may still be waited for by the writer.
     pairs = max((a + b for a, b in pairwise(named)), default=sum(named))
     return whole + max(pairs, _most_in_a_row([by_name[u.name] for u in moving], budget - whole))
+
+
+def _own_rows(unit: Unit, size: int) -> int:
+    """Of the bytes of a tensor that a unit is made of, those that it takes."""
+    if not unit.of_stack or unit.experts is None:
+        return size
+    return size * len(unit.experts) // unit.count
 
 
 def _most_in_a_row(sizes: Sequence[int], budget: int) -> int:
@@ -357,10 +365,11 @@ def _bytes_read(job: Job) -> int:
     names = [name for unit in foreign for name in unit.entries] if job.plan.by_tensor else []
     if foreign and not job.plan.by_tensor:
         store = job.store()
-        for unit in foreign:
-            if unit.of_stack and unit.experts is not None and job.rank:  # rank 0 makes the export
-                sizes = (source.tensors[name].nbytes for name in store.sources_of(unit))
-                size -= sum(sizes) * len(unit.experts) // unit.count
+        whole = job.stacked_layers if job.rank == 0 else ()  # which it makes the export of
+        for unit in (u for u in foreign if u.of_stack and u.parent not in whole):
+            names = [name for name in store.sources_of(unit) if source.by_rows(name)]
+            stored = (info for name in names for info in source.stored(name))
+            size -= sum(_own_rows(unit, info.nbytes) for info in stored)
         names = [n for unit in foreign if not unit.of_stack for n in store.sources_of(unit)]
     unread |= {info.name: info.nbytes for name in names for info in source.stored(name)}
     return size - sum(unread.values())

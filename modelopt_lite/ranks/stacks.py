@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from modelopt_lite.export.quantize import check_finite
-from modelopt_lite.export.treat import ReadThrough
+from modelopt_lite.export.sources import ReadThrough
 from modelopt_lite.job import Job
 
 
