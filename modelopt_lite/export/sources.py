@@ -47,8 +47,8 @@ class ReadThrough(InParts):
         first = region[0] if region else None
         if name in self._inside or not isinstance(first, int):
             return self[name][region] if region else self[name]
-        [row] = self._source.read_rows(name, range(first, first + 1))
-        return row[region[1:]]
+        rows = self._source.read_rows(name, range(first, first + 1))
+        return rows[(0, *region[1:])]
 
 
 class RowsOfStacks(InParts):
