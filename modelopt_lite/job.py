@@ -87,13 +87,6 @@ class Job:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
-    def stacked_layers(self) -> set[str | None]:
-        """Layers whose experts come in parts and stay one tensor, which is made of all of them."""
-        whole = {m.entry for m in self.plan.matrices if m.stacked and not m.region}
-        parts = (unit for unit in self.plan.units if unit.of_stack)
-        return {unit.parent for unit in parts if not whole.isdisjoint(unit.entries)}
-
-    @property
     def runs_twice(self) -> bool:
         """Whether all batches run a second time, with rounded inputs; see `Algorithm`."""
         algorithm = make_algorithm(self.plan.recipe.algorithm, self.plan.numerics)

@@ -27,6 +27,7 @@ from modelopt_lite.offload.units import Unit, output_head
 from modelopt_lite.process import collector_paused
 from modelopt_lite.rereads import expert_reads
 from modelopt_lite.searching import Seen, search_memory
+from modelopt_lite.sharding import stacked_layers
 from modelopt_lite.tensor_units import READ_AHEAD
 
 BANDWIDTH = 10**9
@@ -365,7 +366,7 @@ def _bytes_read(job: Job) -> int:
     names = [name for unit in foreign for name in unit.entries] if job.plan.by_tensor else []
     if foreign and not job.plan.by_tensor:
         store = job.store()
-        whole = job.stacked_layers if job.rank == 0 else ()  # which it makes the export of
+        whole = stacked_layers(job) if job.rank == 0 else ()  # which it makes the export of
         for unit in (u for u in foreign if u.of_stack and u.parent not in whole):
             names = [name for name in store.sources_of(unit) if source.by_rows(name)]
             stored = (info for name in names for info in source.stored(name))

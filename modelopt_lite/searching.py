@@ -11,7 +11,7 @@ from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.export.inputs import sites_of
 from modelopt_lite.job import Job
 from modelopt_lite.plan import Matrix
-from modelopt_lite.sharding import expert_sites
+from modelopt_lite.sharding import expert_sites, stacked_layers
 
 # Measured, docs/performance.md: products and decompositions in float32 bring code and buffers of a
 # library of their own into memory.
@@ -90,7 +90,7 @@ class _Rank:
         self._parts = {unit.name for unit in job.plan.units if unit.parent is not None}
         self._own = {unit.name for unit in job.own_units}
         self._jointly = job.plan.numerics == "modelopt"
-        self._stacked = job.stacked_layers
+        self._stacked = stacked_layers(job)
         smooths = job.plan.recipe.algorithm.smooths
         self.hears_of_all = self._degrees is not None and smooths and not self._jointly
 

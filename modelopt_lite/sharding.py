@@ -60,6 +60,13 @@ def degrees_for(job: Job, world_size: int, ep: int | None) -> Degrees:
     return degrees
 
 
+def stacked_layers(job: Job) -> set[str | None]:
+    """Return the layers whose experts come in parts and stay one tensor, made of all of them."""
+    whole = {m.entry for m in job.plan.matrices if m.stacked and not m.region}
+    parts = (unit for unit in job.plan.units if unit.of_stack)
+    return {unit.parent for unit in parts if not whole.isdisjoint(unit.entries)}
+
+
 def expert_sites(job: Job) -> dict[Site, tuple[int, int]]:
     """Return where inputs of sharded experts are seen: the number, and how many there are."""
     found: dict[Site, tuple[int, int]] = {}

@@ -38,6 +38,7 @@ from modelopt_lite.parallel.team import Team
 from modelopt_lite.plan import Matrix
 from modelopt_lite.ranks.joining import Joining, moved
 from modelopt_lite.ranks.stacks import AmaxOnDemand, ReadStacks
+from modelopt_lite.sharding import stacked_layers
 
 Inputs = Mapping[str, Tensor]
 """A model's arguments for one batch."""
@@ -126,7 +127,7 @@ class Ranks(Alone):
         self._jointly = job.plan.numerics == "modelopt"  # rank 0 chooses for all experts of a layer
         self._smooths = recipe.algorithm.smooths and not self._jointly  # all ranks do, together
         self._sets_inputs = recipe.algorithm.sets_inputs
-        self._stacks = job.stacked_layers
+        self._stacks = stacked_layers(job)
         self._joining = Joining(team, job, exporter, batches)
         self._made: list[Made] | None = None  # what rank 0 says that this rank's experts became
         self._batch: int | None = None  # whose rows experts run on
