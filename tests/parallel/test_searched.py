@@ -76,10 +76,11 @@ def test_what_a_rank_keeps_is_foretold_by_its_experts(
     token_batches: list[torch.Tensor],
     tmp_path: Path,
 ) -> None:
-    # Every expert sees every token, so that routing has no say.
+    # Every expert sees every token, so that routing has no say; batches are of one size.
     source = checkpoint("mixtral", num_local_experts=2, num_experts_per_tok=2)
-    options = Options(recipe=recipe, calib_data=token_batches, ep=ep, export_dir=tmp_path / "x")
-    ends = wait(start(2, weighing, source, tmp_path / "out", token_batches, recipe, ep))
+    batches = token_batches[:2]
+    options = Options(recipe=recipe, calib_data=batches, ep=ep, export_dir=tmp_path / "x")
+    ends = wait(start(2, weighing, source, tmp_path / "out", batches, recipe, ep))
     for rank, ended in enumerate(ends):
         request = make_request(source, options, world_size=2, rank=rank)
         request.load_data()
