@@ -361,10 +361,12 @@ def _bytes_read(job: Job) -> int:
     unread: dict[str, int] = {}
     if isinstance(source, DequantizedSource):
         unread = {name: source.base.tensors[name].nbytes for name in source.dropped}
-    own = {unit.name for unit in job.own_units}
-    foreign = [unit for unit in job.plan.units if unit.name not in own]
+    of_passes = job.rank > 0 and not job.plan.by_tensor  # rank 0 reads what no pass brings in
+    own = _streamed(job) if of_passes else job.own_units
+    known = {unit.name for unit in own}
+    foreign = [unit for unit in job.plan.units if unit.name not in known]
     names = [name for unit in foreign for name in unit.entries] if job.plan.by_tensor else []
-    if foreign and not job.plan.by_tensor:
+    if not job.plan.by_tensor and (foreign or of_passes):
         store = job.store()
         whole = stacked_layers(job) if job.rank == 0 else ()  # which it makes the export of
         for unit in (u for u in foreign if u.of_stack and u.parent not in whole):
@@ -372,5 +374,8 @@ def _bytes_read(job: Job) -> int:
             stored = (info for name in names for info in source.stored(name))
             size -= sum(_own_rows(unit, info.nbytes) for info in stored)
         names = [n for unit in foreign if not unit.of_stack for n in store.sources_of(unit)]
+    if of_passes:
+        seen = {name for unit in own for name in store.sources_of(unit)}
+        names = [name for name in (*names, *job.plan.names.unmapped) if name not in seen]
     unread |= {info.name: info.nbytes for name in names for info in source.stored(name)}
     return size - sum(unread.values())
