@@ -152,6 +152,8 @@ def predict(
         "results to be written": _queued(job),
     }
     on_disk = 0
+    if batches and job.degrees is not None and job.rank == 0:
+        work["stacks read in full"] = _whole_stacks(job)
     if batches:
         shapes = Shapes(job, all_experts)
         runs = 1 + job.runs_twice
@@ -299,6 +301,16 @@ def _own_rows(unit: Unit, size: int) -> int:
     if not unit.of_stack or unit.experts is None:
         return size
     return size * len(unit.experts) // unit.count
+
+
+def _whole_stacks(job: Job) -> int:
+    """Bytes of the experts of a layer that rank 0 makes one tensor of, as it quantizes them."""
+    tensors, sizes = job.source.tensors, dict[str, int]()
+    layers = stacked_layers(job)
+    for m in job.plan.matrices if layers else ():
+        if m.unit in layers and m.stacked:
+            sizes[m.unit] = sizes.get(m.unit, 0) + tensors[m.source].nbytes
+    return max(sizes.values(), default=0)
 
 
 def _most_in_a_row(sizes: Sequence[int], budget: int) -> int:
