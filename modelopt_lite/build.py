@@ -12,7 +12,9 @@ from torch import nn
 
 from modelopt_lite.checkpoint.dequant import model_dtype
 from modelopt_lite.checkpoint.reader import cut_layer_types
+from modelopt_lite.dense_experts import is_dense, one_by_one
 from modelopt_lite.errors import CheckpointError, RemoteCodeError, SpecError
+from modelopt_lite.offload.forwards import running
 
 
 def build_meta_model(
@@ -212,6 +214,7 @@ def eager_experts(model: nn.Module) -> Iterator[None]:
     Other backends join the experts of a layer in one call, where single ones cannot be seen.
     """
     before: list[tuple[Any, Any]] = []
+    dense = {module: one_by_one(module) for module in model.modules() if is_dense(module)}
     for module in model.modules():
         config = getattr(module, "config", None)
         for part in (config, *_sub_configs(config)):
@@ -219,7 +222,8 @@ def eager_experts(model: nn.Module) -> Iterator[None]:
                 before.append((part, part._experts_implementation))
                 part._experts_implementation = "eager"
     try:
-        yield
+        with running(dense):
+            yield
     finally:
         for part, implementation in reversed(before):
             part._experts_implementation = implementation

@@ -190,14 +190,18 @@ def layer_parts(
 ) -> list[Unit]:
     """Split a layer into its experts, ``size`` at a time, and the rest of it, which comes first.
 
-    Experts that become one tensor are split only where ``stacks`` is given: such parts can be
-    brought in, and what they become is made of the whole tensor.
+    Experts that are rows of one tensor on disk are split only where ``stacks`` is given: such parts
+    can be brought in, and where they stay one tensor, that is made of the whole.
     """
-    stacked = {m.entry for m in plan.matrices if m.stacked and not m.region}
     if not unit.is_layer:
         return [unit]
+    stacked = {m.entry for m in plan.matrices if m.stacked and not m.region}
     if stacked.isdisjoint(unit.entries):
-        return split_experts(unit, model, plan.names, size)
+        parts = split_experts(unit, model, plan.names, size)
+        # Matrices of a tensor on disk that has all experts are cut from its rows.
+        stacked = {m.entry for m in plan.matrices if m.region and m.expert is not None}
+        if parts != [unit] or not stacks:
+            return parts
     return split_stacks(unit, model, plan.names, stacked, size) if stacks else [unit]
 
 

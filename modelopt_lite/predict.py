@@ -27,6 +27,7 @@ from modelopt_lite.offload.units import Unit, output_head
 from modelopt_lite.process import collector_paused
 from modelopt_lite.rereads import expert_reads
 from modelopt_lite.searching import Seen, search_memory
+from modelopt_lite.sharding import stacked_layers
 from modelopt_lite.tensor_units import READ_AHEAD
 
 BANDWIDTH = 10**9
@@ -151,6 +152,8 @@ def predict(
         "results to be written": _queued(job),
     }
     on_disk = 0
+    if batches and job.degrees is not None and job.rank == 0:
+        work["stacks read in full"] = _whole_stacks(job)
     if batches:
         shapes = Shapes(job, all_experts)
         runs = 1 + job.runs_twice
@@ -166,7 +169,7 @@ def predict(
         }
         if job.plan.recipe.algorithm.needs_inputs:
             tokens = sum(map(math.prod, batches))
-            work |= search_memory(job, Seen(tokens, shapes.share, shapes.itemsize))
+            work |= search_memory(job, Seen(tokens, len(batches), shapes.share, shapes.itemsize))
     config, class_name = job.source.config, type(job.model).__name__
     times, again = expert_reads(job)
     texts = [t for p in job.plans.values() for t in config_texts(config, p, class_name).values()]
@@ -276,7 +279,8 @@ def weights_in_memory(
     """
     tensors = job.source.tensors
     sizes = [
-        store.bytes_of(unit) + sum(tensors[name].nbytes for name in store.kept_apart(unit))
+        store.bytes_of(unit)
+        + sum(_own_rows(unit, tensors[name].nbytes) for name in store.kept_apart(unit))
         for unit in units
     ]
     if budget is None:
@@ -290,6 +294,23 @@ def weights_in_memory(
     # A unit comes in while the one before it may still be waited for by the writer.
     pairs = max((a + b for a, b in pairwise(named)), default=sum(named))
     return whole + max(pairs, _most_in_a_row([by_name[u.name] for u in moving], budget - whole))
+
+
+def _own_rows(unit: Unit, size: int) -> int:
+    """Of the bytes of a tensor that a unit is made of, those that it takes."""
+    if not unit.of_stack or unit.experts is None:
+        return size
+    return size * len(unit.experts) // unit.count
+
+
+def _whole_stacks(job: Job) -> int:
+    """Bytes of the experts of a layer that rank 0 makes one tensor of, as it quantizes them."""
+    tensors, sizes = job.source.tensors, dict[str, int]()
+    layers = stacked_layers(job)
+    for m in job.plan.matrices if layers else ():
+        if m.unit in layers and m.stacked:
+            sizes[m.unit] = sizes.get(m.unit, 0) + tensors[m.source].nbytes
+    return max(sizes.values(), default=0)
 
 
 def _most_in_a_row(sizes: Sequence[int], budget: int) -> int:
@@ -352,15 +373,21 @@ def _bytes_read(job: Job) -> int:
     unread: dict[str, int] = {}
     if isinstance(source, DequantizedSource):
         unread = {name: source.base.tensors[name].nbytes for name in source.dropped}
-    own = {unit.name for unit in job.own_units}
-    foreign = [unit for unit in job.plan.units if unit.name not in own]
+    of_passes = job.rank > 0 and not job.plan.by_tensor  # rank 0 reads what no pass brings in
+    own = _streamed(job) if of_passes else job.own_units
+    known = {unit.name for unit in own}
+    foreign = [unit for unit in job.plan.units if unit.name not in known]
     names = [name for unit in foreign for name in unit.entries] if job.plan.by_tensor else []
-    if foreign and not job.plan.by_tensor:
+    if not job.plan.by_tensor and (foreign or of_passes):
         store = job.store()
-        for unit in foreign:
-            if unit.of_stack and unit.experts is not None and job.rank:  # rank 0 makes the export
-                sizes = (source.tensors[name].nbytes for name in store.sources_of(unit))
-                size -= sum(sizes) * len(unit.experts) // unit.count
+        whole = stacked_layers(job) if job.rank == 0 else ()  # which it makes the export of
+        for unit in (u for u in foreign if u.of_stack and u.parent not in whole):
+            names = [name for name in store.sources_of(unit) if source.by_rows(name)]
+            stored = (info for name in names for info in source.stored(name))
+            size -= sum(_own_rows(unit, info.nbytes) for info in stored)
         names = [n for unit in foreign if not unit.of_stack for n in store.sources_of(unit)]
+    if of_passes:
+        seen = {name for unit in own for name in store.sources_of(unit)}
+        names = [name for name in (*names, *job.plan.names.unmapped) if name not in seen]
     unread |= {info.name: info.nbytes for name in names for info in source.stored(name)}
     return size - sum(unread.values())

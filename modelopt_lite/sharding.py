@@ -6,6 +6,7 @@ import importlib.metadata
 from functools import reduce
 from math import gcd
 
+from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.errors import RecipeError, SpecError
 from modelopt_lite.job import Job, layer_parts, split_layers
 from modelopt_lite.offload.expert_parts import joined
@@ -52,11 +53,32 @@ def degrees_for(job: Job, world_size: int, ep: int | None) -> Degrees:
         check_supported(spec, job.model_type, version)
     if not counts:
         raise SpecError(
-            f"the experts of {job.model_type!r} cannot be sharded: they are modules of their own, "
-            f"or are cut from tensors that hold all of them ({next(iter(together.values()))}); "
-            "run it in one process, or give ep=1 (--ep 1): every rank then holds all experts"
+            f"the experts of {job.model_type!r} cannot be sharded: they are no rows of tensors on "
+            f"disk, nor made of tensors of their own ({next(iter(together.values()))}); run it in "
+            "one process, or give ep=1 (--ep 1): every rank then holds all experts"
         )
     return degrees
+
+
+def stacked_layers(job: Job) -> set[str | None]:
+    """Return the layers whose experts come in parts and stay one tensor, made of all of them."""
+    whole = {m.entry for m in job.plan.matrices if m.stacked and not m.region}
+    parts = (unit for unit in job.plan.units if unit.of_stack)
+    return {unit.parent for unit in parts if not whole.isdisjoint(unit.entries)}
+
+
+def expert_sites(job: Job) -> dict[Site, tuple[int, int]]:
+    """Return where inputs of sharded experts are seen: the number, and how many there are."""
+    found: dict[Site, tuple[int, int]] = {}
+    for part in job.plan.units:
+        for entry in part.entries if part.parent is not None else ():
+            if part.is_stacked:
+                for number in part.experts or ():
+                    found[Site(entry, number)] = number, part.count
+            else:
+                number = int(entry.removeprefix(f"{part.container}.").partition(".")[0])
+                found[Site(entry)] = number, part.count
+    return found
 
 
 def _check_joined(job: Job) -> None:

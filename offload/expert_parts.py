@@ -78,8 +78,10 @@ def split_stacks(
         entries = [e for e in unit.entries if e.rpartition(".")[0] == path]
         count = model.get_parameter(entries[0]).shape[0]
         groups = [names.by_target[entry] for entry in entries]
-        whole = all(len(g.pieces) == 1 and not g.pieces[0].region for g in groups)
-        if not whole or any(model.get_parameter(e).shape[0] != count for e in entries):
+        rows_alike = all(
+            g.turned or (len(g.pieces) == 1 and not g.pieces[0].region) for g in groups
+        )
+        if not rows_alike or any(model.get_parameter(e).shape[0] != count for e in entries):
             continue
         taken.update(entries)
         for start in range(0, count, size):

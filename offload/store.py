@@ -120,8 +120,8 @@ class WeightStore:
         assert unit.experts is not None
         [name], [target] = group.sources, group.targets
         value = self._read_rows(name, unit.experts).to(self.device)
-        loaded.buffers[target].copy_(value)
-        same = loaded.buffers[target].dtype == value.dtype
+        loaded.buffers[target].copy_(value.mT if group.turned else value)
+        same = loaded.buffers[target].dtype == value.dtype and not group.turned
         loaded.sources[name] = loaded.buffers[target] if same else value
 
     def attach(self, loaded: Loaded) -> None:

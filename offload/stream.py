@@ -214,7 +214,7 @@ class StreamedModel:
                 hook(part)
             )
             for part in self._parts
-            if not part.is_stacked
+            if not part.is_stacked and part.parent not in self._stations
             for index in part.experts or ()
         ]
         try:

@@ -9,6 +9,7 @@ all experts, in every release of transformers and in remote code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,16 @@ class InputWatch(TorchFunctionMode):
     def resume(self, entries: Iterable[str]) -> None:
         """Undo `pause`."""
         self._paused.difference_update(entries)
+
+    @contextmanager
+    def pausing(self, entries: Iterable[str]) -> Iterator[None]:
+        """Ignore products of these parameters meanwhile."""
+        paused = set(entries) - self._paused
+        self.pause(paused)
+        try:
+            yield
+        finally:
+            self.resume(paused)
 
     def __torch_function__(
         self,

@@ -182,10 +182,29 @@ class DequantizedSource:
         return out
 
     def read_rows(self, name: str, rows: range) -> Tensor:
-        """Read some rows of a tensor; one that has to be decoded is read in full."""
+        """Read some rows of a tensor: of a matrix that has to be decoded, all are read."""
         if name not in self.encoded:
             return self.base.read_rows(name, rows)
-        return self.read(name)[rows.start : rows.stop].clone()
+        if not self.by_rows(name):
+            return self.read(name)[rows.start : rows.stop].clone()
+        encoded, info = self.encoded[name], self.tensors[name]
+        codes, *scales = (self.base.read_rows(n, rows) for n in (encoded.codes, *encoded.scales))
+        part = replace(info, shape=(len(rows), *info.shape[1:]))
+        return _decode(part, encoded, codes, scales).contiguous()
+
+    def by_rows(self, name: str) -> bool:
+        """Whether `read_rows` reads no more than the rows: each matrix of a stack has own scales.
+
+        Low-rank factors and scales of channels are not read in part.
+        """
+        encoded = self.encoded.get(name)
+        if encoded is None:
+            return True
+        if encoded.factors or encoded.smoothing or encoded.integers is not None:
+            return False
+        count, *inner = self.tensors[name].shape
+        scales = [self.base.tensors[scale].shape for scale in encoded.scales]
+        return len(inner) == 2 and all(len(s) > 0 and s[0] == count for s in scales)
 
     def stored(self, name: str) -> tuple[TensorInfo, ...]:
         """Return the tensors on disk that a tensor is read from."""

@@ -13,10 +13,11 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from modelopt_lite.checkpoint.ties import tied_entries
 from modelopt_lite.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -38,13 +39,15 @@ class TensorGroup:
     """Tensors on disk that become one or more entries of the model together.
 
     Exactly one of ``pieces`` and ``convert`` is set: with pieces, each source is a region of the
-    single target; otherwise ``convert`` maps the sources' values to the targets' values.
+    single target; otherwise ``convert`` maps the sources' values to the targets' values. Where it
+    only swaps the last two axes of a single stack, ``turned`` says so.
     """
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     pieces: tuple[Piece, ...] = ()
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    turned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def map_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> NameMa
     for group in groups:
         regions = {piece.source: piece.region for piece in group.pieces}
         places.update({s: (group.targets[0], regions.get(s, ())) for s in group.sources})
-    aliases = _ties(model, entries, by_target)
+    aliases = tied_entries(model, entries, by_target)
     _check_missing(model, entries, by_target, aliases)
     return NameMap(
         groups=tuple(groups),
@@ -216,7 +219,30 @@ def _group(
     pieces = _regions(target, found, shapes, entries[target])
     if pieces is not None:
         return TensorGroup(found.sources, (target,), pieces=tuple(pieces))
-    return _converted_group(model, target, found, entries)
+    group = _converted_group(model, target, found, entries)
+    return replace(group, turned=_is_turned(found, shapes, entries[target]))
+
+
+def _is_turned(
+    found: _Found, shapes: Mapping[str, tuple[int, ...]], target_shape: tuple[int, ...]
+) -> bool:
+    """Whether the rule does nothing but swap the last two axes of one stack."""
+    if len(found.sources) != 1 or len(target_shape) != 3:
+        return False
+    axes = [
+        {op.dim0 % 3, op.dim1 % 3} if type(op).__name__ == "Transpose" else None
+        for op in found.rule.operations
+    ]
+    count, rows, columns = target_shape
+    return axes == [{1, 2}] and shapes[found.sources[0]] == (count, columns, rows)
+
+
+def _lies_right(
+    found: _Found, shapes: Mapping[str, tuple[int, ...]], target_shape: tuple[int, ...]
+) -> bool:
+    """Whether the rule would turn a tensor that lay the other way round, and it does not."""
+    kinds = [(type(op).__name__, getattr(op, "check_dims", False)) for op in found.rule.operations]
+    return kinds == [("Transpose", True)] and [shapes[s] for s in found.sources] == [target_shape]
 
 
 def _regions(
@@ -227,6 +253,8 @@ def _regions(
 ) -> list[Piece] | None:
     """Turn stacking and concatenation into regions; None for any other operation."""
     kinds = [(type(op).__name__, getattr(op, "dim", None)) for op in found.rule.operations]
+    if _lies_right(found, shapes, target_shape):
+        return [Piece(found.sources[0], ())]
     stacks = kinds[:1] == [("MergeModulelist", 0)]
     rest = kinds[1:] if stacks else kinds
     if len(found.rule.target_patterns) != 1 or not (
@@ -315,47 +343,6 @@ def _converted_group(
         targets = tuple(target.replace(first, other, 1) for other in rule.target_patterns)
         targets = tuple(name for name in targets if name in entries)
     return TensorGroup(found.sources, targets, convert=convert)
-
-
-def _ties(
-    model: nn.Module, entries: Mapping[str, tuple[int, ...]], filled: Mapping[str, TensorGroup]
-) -> dict[str, str]:
-    """Find, for each entry that no tensor fills, the filled entry that it is tied to."""
-    tied: dict[str, str] = {}
-    declared = getattr(model, "all_tied_weights_keys", None)
-    if isinstance(declared, dict):
-        tied.update(declared)
-    elif _is_tied(getattr(model, "config", None)):
-        source = _embedding_entry(model)
-        for name in getattr(model, "_tied_weights_keys", None) or ():
-            if source is not None and name != source:
-                tied[name] = source
-    aliases: dict[str, str] = {}
-    for one, other in tied.items():
-        for name, source in ((one, other), (other, one)):
-            if name in entries and name not in filled and source in filled:
-                aliases[name] = source
-    return aliases
-
-
-def _is_tied(config: Any) -> bool:
-    if config is None:
-        return False
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return bool(
-        getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False)
-    )
-
-
-def _embedding_entry(model: Any) -> str | None:
-    try:
-        embedding = model.get_input_embeddings()
-    except NotImplementedError:  # a composite of several models that have one each
-        return None
-    for name, module in model.named_modules():
-        if module is embedding:
-            return f"{name}.weight"
-    return None
 
 
 def _check_missing(

@@ -201,6 +201,10 @@ class Checkpoint:
     def powers(self, name: str, input_major: bool) -> None:
         """See `DequantizedSource.powers`; nothing is decoded here."""
 
+    def by_rows(self, name: str) -> bool:
+        """See `DequantizedSource.by_rows`."""
+        return True
+
     def read_rows(self, name: str, rows: range) -> Tensor:
         """Read some rows of a tensor, which lie one behind the other on disk.
 

@@ -24,7 +24,8 @@ from modelopt_lite.export.quantize import (
     matrix_value,
     quantize_matrices,
 )
-from modelopt_lite.export.treat import ReadThrough, Sharing, Treated, folds_by_tensor
+from modelopt_lite.export.sources import ReadThrough, RowsOfStacks
+from modelopt_lite.export.treat import Sharing, Treated, folds_by_tensor
 from modelopt_lite.formats import fp8
 from modelopt_lite.formats.base import rounded_up
 from modelopt_lite.formats.errors import ErrorReport
@@ -128,6 +129,8 @@ class Exporter:
         """
         names: list[str] = []
         units, treated = [unit.name], None
+        if unit.of_stack and unit.experts is not None:
+            sources = RowsOfStacks(sources, unit.experts)
         if self._algorithm is not None:
             if unit.parent is not None:
                 return []  # scales are chosen for the whole layer, which reads its parts again
@@ -226,7 +229,13 @@ class Exporter:
             value = self._last.weight(matrix, matrix_value(matrix, self._last_sources))
             turned = matrix.input_major and value.ndim == 2
             entry, region = place
-            yield Made(names.resolve(entry), region, matrix.region, value.mT if turned else value)
+            inner = matrix.region
+            if not region and inner:  # an expert of a stack on disk
+                region, inner = inner[:1], inner[1:]
+                if names.by_source[matrix.source].turned:
+                    turned = not turned
+                    inner = (*inner, slice(None))[:2][::-1]
+            yield Made(names.resolve(entry), region, inner, value.mT if turned else value)
 
     def forget(self) -> None:
         """Let go of the last exported layer."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from modelopt_lite.dialects.base import Dialect
 from modelopt_lite.errors import InternalError, NonFiniteError
 from modelopt_lite.export.keep_codes import Kept, Powers, keep_signs_of_zeros, kept_scales
+from modelopt_lite.export.sources import part_of
 from modelopt_lite.export.treat import Treated
 from modelopt_lite.formats.base import Numerics, amax
 from modelopt_lite.formats.errors import ErrorReport
@@ -135,8 +136,7 @@ def check_finite(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def matrix_value(matrix: Matrix, sources: Mapping[str, Tensor]) -> Tensor:
     """The matrix as [R, K] (stacked experts as on disk); a view of the source tensor."""
-    source = sources[matrix.source]
-    value = source[matrix.region] if matrix.region else source
+    value = part_of(sources, matrix.source, matrix.region)
     return value.mT if matrix.input_major and value.ndim == 2 else value
 
 

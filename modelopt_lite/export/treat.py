@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from graphlib import TopologicalSorter
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from modelopt_lite.calibrate.algorithm import Algorithm, Choice, Choices, Each, Weight, here
 from modelopt_lite.calibrate.statistics import Statistics
-from modelopt_lite.checkpoint.dequant import Source
 from modelopt_lite.export.inputs import sites_of
 from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.formats.smoothed import PRE_QUANT_SCALE
@@ -250,23 +249,6 @@ def _weights(
             amax,
             partial(read, number),
         )
-
-
-class ReadThrough(Mapping[str, Tensor]):
-    """A layer's tensors; those of its parts, which left memory, are read from the source again."""
-
-    def __init__(self, inside: Mapping[str, Tensor], source: Source) -> None:
-        self._inside = inside
-        self._source = source
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._inside[name] if name in self._inside else self._source.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._inside)
-
-    def __len__(self) -> int:
-        return len(self._inside)
 
 
 def folds_by_tensor(plan: Plan) -> Mapping[str, Fold]:

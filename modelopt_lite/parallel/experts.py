@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_lite.dense_experts import dense_products, hidden_size, is_dense, one_by_one
 from modelopt_lite.errors import SpecError
+from modelopt_lite.offload.forwards import running
 from modelopt_lite.parallel.degrees import Degrees
+from modelopt_lite.parallel.lists import listed_forwards, listed_products
 from modelopt_lite.parallel.team import Team
 
 _NAME = "modelopt_lite_ranks"
@@ -57,6 +60,12 @@ class Routed:
             torch.bincount(expert_S, minlength=experts),
         )
 
+    @classmethod
+    def sorted(cls, rows_SH: Tensor, counts: Tensor) -> Routed:
+        """Take rows that lie expert by expert, each a token of its own."""
+        tokens_S = torch.arange(len(rows_SH), device=rows_SH.device)
+        return cls(rows_SH, tokens_S, rows_SH.new_ones(len(rows_SH), 1), counts)
+
     def rows(self, experts: range) -> Tensor:
         """Return the rows of some experts, [S, H]."""
         start = int(self.counts[: experts.start].sum())
@@ -77,6 +86,7 @@ class Routed:
 
 
 Post = Callable[[nn.Module, Routed], Tensor]
+Unseen = Callable[[str], AbstractContextManager[None]]
 
 
 def expert_forward(module: nn.Module) -> Callable[..., Tensor]:
@@ -85,32 +95,71 @@ def expert_forward(module: nn.Module) -> Callable[..., Tensor]:
     return partial(own, module)
 
 
+def expert_products(module: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what takes rows [S, H], by expert, and their experts [S] and returns their products.
+
+    They are unweighted, and come from the container's own code.
+    """
+    if isinstance(module, nn.ModuleList):
+        return partial(listed_products, module)
+    if is_dense(module):
+        return partial(dense_products, module)
+    return partial(products, expert_forward(module))
+
+
 @contextmanager
-def sent_experts(model: Any, containers: Sequence[str], post: Post) -> Iterator[None]:
+def sent_experts(
+    model: Any, containers: Sequence[str], post: Post, unseen: Unseen
+) -> Iterator[None]:
     """Have containers of experts hand what enters them to ``post``, which gives the products.
 
     Args:
         model: The model.
         containers: Names of its modules.
         post: Takes a container and its rows, and returns a product for each row.
+        unseen: Makes, of a block's name, a context in which nobody looks at what enters weights.
 
     Raises:
         SpecError: A container takes no forward from outside, or does not sum as is known here.
     """
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    counts: dict[int, int] = {}
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
+    routed: list[nn.Module] = []
     for path in containers:
         module = model.get_submodule(path)
+        if isinstance(module, nn.ModuleList):
+            block = path.rpartition(".")[0]
+            send = partial(_send_listed, post, module)
+            forwards |= listed_forwards(
+                path, model.get_submodule(block), module, send, partial(unseen, block)
+            )
+            continue
         check_container(path, module)
-        counts[id(module)] = len(next(p for p in module.parameters(recurse=False) if p.ndim == 3))
+        if is_dense(module):
+            forwards[module] = partial(_send_dense, post, module)
+        else:
+            routed.append(module)
+    with running(forwards), _in_interface(routed, post):
+        yield
+
+
+@contextmanager
+def _in_interface(containers: Sequence[Any], post: Post) -> Iterator[None]:
+    """Have containers that take their forward from transformers' interface take this one."""
+    if not containers:
+        yield
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    counts = {
+        id(m): next(len(p) for p in m._parameters.values() if p.ndim == 3) for m in containers
+    }
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         hidden_NH, index_NK, weight_NK = (*args, *kwargs.values())
         routed = Routed.of(hidden_NH, index_NK, weight_NK, counts[id(module)])
         return routed.combined(post(module, routed))
 
-    configs = {id(m.config): m.config for m in map(model.get_submodule, containers)}
+    configs = {id(m.config): m.config for m in containers}
     before = {key: config._experts_implementation for key, config in configs.items()}
     ALL_EXPERTS_FUNCTIONS[_NAME] = forward
     for config in configs.values():
@@ -123,6 +172,19 @@ def sent_experts(model: Any, containers: Sequence[str], post: Post) -> Iterator[
         del ALL_EXPERTS_FUNCTIONS[_NAME]
 
 
+def _send_dense(post: Post, module: nn.Module, rows_SH: Tensor) -> Tensor:
+    count = len(module.get_parameter("down_proj"))
+    counts = torch.full((count,), len(rows_SH) // count)
+    return post(module, Routed.sorted(rows_SH, counts))
+
+
+def _send_listed(post: Post, experts: nn.ModuleList, noted: dict[int, Tensor]) -> Tensor:
+    counts = torch.zeros(len(experts), dtype=torch.int64)
+    for number, rows_SH in noted.items():
+        counts[number] = len(rows_SH)
+    return post(experts, Routed.sorted(torch.cat([*noted.values()]), counts))
+
+
 def check_container(path: str, module: nn.Module) -> None:
     """Refuse experts that cannot be sent, or whose own forward sums in another way than here.
 
@@ -132,6 +194,9 @@ def check_container(path: str, module: nn.Module) -> None:
         SpecError: It names the class.
     """
     kind = type(module).__name__
+    if is_dense(module):
+        _check_dense(path, module)
+        return
     if not hasattr(getattr(module, "config", None), "_experts_implementation"):
         raise SpecError(
             f"the experts {path!r} ({kind}) take no forward from outside, so that tokens cannot be "
@@ -154,6 +219,26 @@ def check_container(path: str, module: nn.Module) -> None:
         )
 
 
+def _check_dense(path: str, module: nn.Module) -> None:
+    """Refuse a container that does not divide its rows among its experts as is known here.
+
+    Both ways run; they may round differently.
+    """
+    shell, hidden = _shell(module, 2)
+    rows_SH = torch.randn(6, hidden, generator=torch.Generator().manual_seed(0))
+    rows_SH = rows_SH.to(next(shell.parameters()).dtype)
+    try:
+        own = type(module).forward(shell, rows_SH).float()
+    except RuntimeError:  # other shapes
+        own = torch.empty(0)
+    known = one_by_one(shell)(rows_SH).float() if own.shape == rows_SH.shape else own + torch.inf
+    if not torch.allclose(own, known, rtol=0.05, atol=0.05 * float(known.abs().mean())):
+        raise SpecError(
+            f"the experts {path!r} ({type(module).__name__}) divide what enters them in a way of "
+            "their own; run the model in one process, or give ep=1 (--ep 1)"
+        )
+
+
 def products(own: Callable[..., Tensor], rows_SH: Tensor, expert_S: Tensor) -> Tensor:
     """Return the product of each row with its expert, [S, H], unweighted."""
     ones_S1 = torch.ones(len(rows_SH), 1, dtype=rows_SH.dtype, device=rows_SH.device)
@@ -166,16 +251,24 @@ def _alone(own: Callable[..., Tensor], routed: Routed) -> Tensor:
     return products(own, rows_SH, experts.repeat_interleave(routed.counts))
 
 
-def _shell(module: nn.Module) -> tuple[nn.Module, int]:
-    """A copy of a container with parameters that take no memory, and its hidden size."""
+def _shell(module: nn.Module, most: int | None = None) -> tuple[nn.Module, int]:
+    """A copy of a container with parameters that take no memory, and its hidden size.
+
+    It has at most so many experts.
+    """
     shell = module.__class__.__new__(module.__class__)
     shell.__dict__ = {**module.__dict__, "_parameters": {}}
     generator = torch.Generator().manual_seed(1)
     for name, parameter in module.named_parameters(recurse=False):
-        row = torch.randn(len(parameter), *parameter.shape[-1:], generator=generator)
+        count = min(len(parameter), most or len(parameter))
+        row = torch.randn(count, *parameter.shape[-1:], generator=generator)
         row = (row / parameter.shape[-1] ** 0.5).to(parameter.dtype)
         full = row.view(len(row), *[1] * (parameter.ndim - 2), row.shape[-1])
-        shell.register_parameter(name, nn.Parameter(full.expand(parameter.shape), False))
+        shell.register_parameter(
+            name, nn.Parameter(full.expand(count, *parameter.shape[1:]), False)
+        )
+    if is_dense(module):
+        return shell, hidden_size(module)
     down = shell.get_parameter("down_proj")
     return shell, int(down.shape[-1] if getattr(module, "is_transposed", False) else down.shape[-2])
 

@@ -8,8 +8,9 @@ its experts, and rank 0 the rest. A rank without batches follows the first batch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,14 +31,14 @@ from modelopt_lite.parallel.experts import (
     Arrived,
     Exchange,
     Routed,
-    expert_forward,
-    products,
+    expert_products,
     sent_experts,
 )
 from modelopt_lite.parallel.team import Team
 from modelopt_lite.plan import Matrix
 from modelopt_lite.ranks.joining import Joining, moved
 from modelopt_lite.ranks.stacks import AmaxOnDemand, ReadStacks
+from modelopt_lite.sharding import stacked_layers
 
 Inputs = Mapping[str, Tensor]
 """A model's arguments for one batch."""
@@ -126,7 +127,7 @@ class Ranks(Alone):
         self._jointly = job.plan.numerics == "modelopt"  # rank 0 chooses for all experts of a layer
         self._smooths = recipe.algorithm.smooths and not self._jointly  # all ranks do, together
         self._sets_inputs = recipe.algorithm.sets_inputs
-        self._stacks = {u.parent for u in job.plan.units if u.of_stack}
+        self._stacks = stacked_layers(job)
         self._joining = Joining(team, job, exporter, batches)
         self._made: list[Made] | None = None  # what rank 0 says that this rank's experts became
         self._batch: int | None = None  # whose rows experts run on
@@ -135,15 +136,17 @@ class Ranks(Alone):
         self._sizes: dict[str, int] = {}
         stations: dict[str, list[str]] = {}
         for unit in job.plan.units:
-            if unit.parent is None or not unit.is_stacked:
+            if unit.parent is None:
+                continue
+            if unit.experts:
+                self._owners[unit.name] = self._degrees.owner(unit.experts.start, unit.count, 0)
+            if self._degrees.ep == 1:  # parts for want of memory; no rows are sent
                 continue
             station = f"{unit.container}{_STATION}"
             of_layer = stations.setdefault(unit.parent, [])
             if station not in of_layer:
                 of_layer.append(station)
             self._sizes[unit.container] = unit.count
-            if unit.experts:
-                self._owners[unit.name] = self._degrees.owner(unit.experts.start, unit.count, 0)
             parts = self._containers.setdefault(unit.container, [])
             if job.owns(unit):
                 parts.append(unit)
@@ -200,7 +203,7 @@ class Ranks(Alone):
     ) -> list[str]:
         """Export this rank's experts; on rank 0, what is no expert's, too."""
         first = self._team.is_first
-        if unit.of_stack:
+        if unit.parent in self._stacks:
             return []  # made of the whole tensor
         if unit.name in self._stacks and first:
             read = ReadStacks(sources, self._job)
@@ -236,14 +239,16 @@ class Ranks(Alone):
         dealt: list[list[Made]] = [[] for _ in range(self._team.world_size)]
         if not self._team.is_first:
             return dealt
+        expert_of = self._joining.expert_of
         parts = [part.name for part in self._job.plan.units if part.parent == unit.name]
         for made in self._exporter.made([unit.name, *parts]):
-            for one in [made] if made.region else _experts_of(made):
-                number = one.region[0]
-                site = Site(one.entry, number) if isinstance(number, int) else None
-                if site not in self._joining.expert_of:
+            whole = Site(made.entry) in expert_of  # a module of its own
+            for one in [made] if made.region or whole else _experts_of(made):
+                first = one.region[0] if one.region else None
+                site = Site(one.entry, first if isinstance(first, int) else None)
+                if site not in expert_of:
                     continue
-                count = self._joining.expert_of[site][1]
+                number, count = expert_of[site]
                 # A view would be sent with all that it is a view of.
                 alone = replace(one, value=one.value.cpu().clone())
                 for rank, of_rank in enumerate(dealt):
@@ -258,7 +263,8 @@ class Ranks(Alone):
             return
         experts = loaded.unit.experts or ()
         for made in self._made:
-            if made.entry in loaded.buffers and made.region[0] in experts:
+            stacked = loaded.unit.is_stacked
+            if made.entry in loaded.buffers and (not stacked or made.region[0] in experts):
                 made.put_into(loaded)
 
     def forget(self) -> None:
@@ -294,7 +300,16 @@ class Ranks(Alone):
                 return torch.zeros_like(routed.hidden[routed.tokens])
             return self._products.pop(number)
 
-        with sent_experts(self._job.model, list(self._containers), post):
+        model = self._job.model
+
+        @cache
+        def entries_of(block: str) -> list[str]:
+            return [n for n, _ in model.named_parameters() if n.startswith(f"{block}.")]
+
+        def unseen(block: str) -> AbstractContextManager[None]:
+            return watch.pausing(entries_of(block))
+
+        with sent_experts(model, list(self._containers), post, unseen):
             yield
 
     def serve(self, station: str) -> None:
@@ -309,7 +324,7 @@ class Ranks(Alone):
         exchange = Exchange(
             self._team, self._degrees, station, self._count, count, requests, self._like
         )
-        own = expert_forward(model.get_submodule(path))
+        own = expert_products(model.get_submodule(path))
         first = self._degrees.experts_of(self._team.rank, count).start
         for part in self._containers[path]:
             with (
@@ -351,4 +366,4 @@ def _run_part(own: Callable[..., Tensor], part: Unit, first: int, arrived: Arriv
         return
     rows_SH = arrived.rows[place]
     numbers = torch.arange(part.experts.start, part.experts.stop).repeat_interleave(counts)
-    arrived.products[place] = products(own, rows_SH, numbers.to(rows_SH.device))
+    arrived.products[place] = own(rows_SH, numbers.to(rows_SH.device))

@@ -18,6 +18,7 @@ from modelopt_lite.export.exporter import Exporter
 from modelopt_lite.job import Job
 from modelopt_lite.offload.units import Unit
 from modelopt_lite.parallel.team import Team
+from modelopt_lite.sharding import expert_sites
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -43,12 +44,7 @@ class Joining:
         self._inputs = InputStats()
         self._log: dict[int, list[tuple[Any, ...]]] = {}
         self._logs = exporter.searches or bool(job.plan.kv_cache)
-        self.expert_of: dict[Site, tuple[int, int]] = {}  # (number, of how many)
-        for part in job.plan.units:
-            if part.parent is not None and part.is_stacked:
-                for entry in part.entries:
-                    for number in part.experts or ():
-                        self.expert_of[Site(entry, number)] = number, part.count
+        self.expert_of = expert_sites(job)
 
     def visit(self, batch: int, site: Site, x: Tensor, batched: bool) -> None:
         """Take into account what enters a weight in a pass of a batch."""

@@ -7,23 +7,22 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from modelopt_lite.export.quantize import check_finite
-from modelopt_lite.export.treat import ReadThrough
+from modelopt_lite.export.sources import ReadThrough
 from modelopt_lite.job import Job
 
 
 class ReadStacks(ReadThrough):
-    """A layer's tensors; stacks of experts are read from the source, the last one is kept."""
+    """A layer's tensors; stacks of experts are read from the source, once, and kept."""
 
     def __init__(self, inside: Mapping[str, Tensor], job: Job) -> None:
         super().__init__(inside, job.source)
         self._device = job.device
-        self._last: tuple[str, Tensor] | None = None
+        self._read: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            self._last = None
-            self._last = name, super().__getitem__(name).to(self._device)
-        return self._last[1]
+        if name not in self._read:
+            self._read[name] = super().__getitem__(name).to(self._device)
+        return self._read[name]
 
 
 class AmaxOnDemand(Mapping[str, Tensor]):

@@ -14,6 +14,7 @@ SPEC = register(
     variant(
         LLAMA4_TEXT,
         "llama4",
+        ep_spec={"plan_config_attr": "text_config"},
         ptq_spec={"skip_modules": ("*multi_modal_projector*", "*vision_model*")},
         naming_spec={
             "layer_lists": ("language_model.model.layers",),

@@ -26,11 +26,12 @@ SPEC = register(
             expert_linear_names=("gate_up_proj", "down_proj"),
             fused_expert_names=True,
         ),
+        # As transformers had it up to 5.22.
         ep_spec=EPSpec(
-            unsupported=(
-                "its block runs every expert on every token, so that there is nothing "
-                "to dispatch, and transformers dropped its plan in 5.23"
-            )
+            base_model_ep_plan={
+                "layers.*.feed_forward.experts.gate_up_proj": "grouped_gemm",
+                "layers.*.feed_forward.experts.down_proj": "grouped_gemm",
+            }
         ),
         ptq_spec=PTQSpec(
             layer_names=("Llama4TextDecoderLayer",),

@@ -160,7 +160,7 @@ def test_products_over_all_experts(build_model: BuildModel) -> None:
     entry = "model.layers.0.feed_forward.experts.gate_up_proj"
     seen, watch = recorder()
     watch.watch({entry: model.get_parameter(entry)})
-    with eager_experts(model), watch, torch.inference_mode():
+    with watch, torch.inference_mode():
         model(torch.arange(10).reshape(2, 5), use_cache=False)
     ((site, x, batched),) = seen
     assert (site, batched, list(x.shape)) == (Site(entry), True, [4, 10, 32])
@@ -169,6 +169,13 @@ def test_products_over_all_experts(build_model: BuildModel) -> None:
     for expert in range(4):
         assert stats.amax[Site(entry, expert)] == x[expert].abs().max()
         assert stats.rows[Site(entry, expert)] == 10
+    seen.clear()
+    with eager_experts(model), watch, torch.inference_mode():
+        model(torch.arange(10).reshape(2, 5), use_cache=False)
+    for expert, (site, own, batched) in enumerate(seen):
+        assert (site, batched) == (Site(entry, expert), False)
+        assert torch.equal(own[0], x[expert])
+    assert len(seen) == 4
 
 
 # --- one product

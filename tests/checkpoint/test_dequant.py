@@ -198,6 +198,10 @@ def test_mxfp4(make_checkpoint: MakeCheckpoint) -> None:
     assert value.is_contiguous()
     assert torch.equal(value.double(), mxfp4_reference(blocks, scales))
     assert torch.equal(source.read(f"{name}_bias"), bias)
+    before = source.bytes_read
+    assert torch.equal(source.read_rows(name, range(1, 2)), value[1:])
+    assert source.by_rows(name)
+    assert source.bytes_read - before == (blocks.numel() + scales.numel()) / 2
     accounts_for_everything(source)
 
 
@@ -259,6 +263,10 @@ def test_stacked_experts(make_checkpoint: MakeCheckpoint, name: str) -> None:
     value = source.read(base)
     assert value.shape == weight.shape
     assert float((value - weight).norm() / weight.norm()) < 0.12
+    assert torch.equal(source.read_rows(base, range(1, 2)), value[1:])
+    assert source.by_rows(base) == (
+        name == "fp8_per_channel_per_token"
+    )  # others: one scale for all
     accounts_for_everything(source)
 
 

@@ -2,61 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from small import make_wren
 
 from modelopt_lite.verify.audit import audit
 
 ROOT = Path(__file__).parents[2]
-CODE = ROOT / "tests" / "data" / "wren_moe"
-CONFIG = {
-    "model_type": "wren_moe",
-    "architectures": ["WrenForCausalLM"],
-    "auto_map": {
-        "AutoConfig": "configuration_wren.WrenConfig",
-        "AutoModelForCausalLM": "modeling_wren.WrenForCausalLM",
-    },
-    "torch_dtype": "bfloat16",
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with the checkpoint ``wren-moe``, written without transformers."""
-    source = tmp_path / "wren-moe"
-    shutil.copytree(CODE, source)
-    (source / "config.json").write_text(json.dumps(CONFIG))
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"model.embed_tokens": (512, 256), "lm_head": (512, 256), "model.norm": (256,)}
-    for layer in ("model.layers.0", "model.layers.1"):
-        shapes |= {f"{layer}.{norm}": (256,) for norm in ("first_norm", "second_norm")}
-        shapes |= {f"{layer}.self_attn.{x}_proj": (256, 256) for x in "qkvo"}
-        shapes[f"{layer}.flock.chooser"] = (4, 256)
-        for expert in range(4):
-            shapes[f"{layer}.flock.experts.{expert}.bend"] = (128, 256)
-            shapes[f"{layer}.flock.experts.{expert}.lift"] = (128, 256)
-            shapes[f"{layer}.flock.experts.{expert}.land"] = (256, 128)
-    tensors = {
-        f"{name}.weight": (torch.randn(shape, generator=generator) * 0.1).bfloat16()
-        for name, shape in shapes.items()
-    }
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    make_wren(tmp_path / "wren-moe")
     return tmp_path
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from ranks import quantize
 from modelopt_lite import job
 from modelopt_lite.calibrate import awq
 from modelopt_lite.calibrate.algorithm import Weight
+from modelopt_lite.calibrate.observe import Site
+from modelopt_lite.calibrate.statistics import Statistics
 from modelopt_lite.checkpoint import writer
 from modelopt_lite.errors import NonFiniteError
 from modelopt_lite.offload import Unit
 from modelopt_lite.parallel import failure
 from modelopt_lite.ranks.crew import Ranks
+from modelopt_lite.ranks.joining import Joining
 from modelopt_lite.ranks.log import RankLog
 from modelopt_lite.request import Request
 
@@ -121,3 +124,31 @@ def counting(source: Path, out: Path, batches: list[torch.Tensor]) -> int:
     awq._losses = counted
     quantize(source, out, batches, {"recipe": "nvfp4_awq_lite"})
     return len(calls)
+
+
+def weighing(
+    source: Path, out: Path, batches: list[torch.Tensor], recipe: str, ep: int
+) -> tuple[int, int]:
+    """Return the most bytes of statistics, and of inputs to be told, at the end of a layer."""
+    learn, drop = Joining.learn, Statistics.drop
+    kept, told = [0], [0]
+
+    def weighs_told(self: Joining, unit: Unit, *, together: bool) -> None:
+        told.append(sum(x.nbytes for seen in self._log.values() for _, x, _ in seen))
+        learn(self, unit, together=together)
+
+    def weighs_kept(self: Statistics, sites: Iterable[Site]) -> None:
+        kept.append(bytes_of(self))
+        drop(self, sites)
+
+    Joining.learn = weighs_told  # type: ignore[method-assign]
+    Statistics.drop = weighs_kept  # type: ignore[method-assign]
+    quantize(source, out, batches, {"recipe": recipe, "ep": ep})
+    return max(kept), max(told)
+
+
+def bytes_of(statistics: Statistics) -> int:
+    """Return the memory of all that was seen and is not dropped yet."""
+    seen = statistics._seen.values()
+    found = [t for s in seen for t in (s.amax, s.mean, s.sum, s.gram, s.blocks, *s.rows)]
+    return sum(t.nbytes for t in found if t is not None)

@@ -183,12 +183,15 @@ def test_ranks_read_their_own_experts_and_the_rest(
     [[[begin, middle]], [[again, end]]] = ([*r["experts"].values()] for r in (first, second))
     assert (begin, middle) == (0, again)
     assert end == 2 * middle
-    # All experts are of one size: what one rank leaves out is what the other reads.
-    experts = 2 * (alone["bytes_to_read"] - first["bytes_read"])
-    assert first["bytes_read"] == second["bytes_read"] == alone["bytes_to_read"] - experts // 2
+    # All experts are of one size: what one rank leaves out is what the other reads. The head, which
+    # nothing depends on, is copied by the first.
+    experts, head = 2 * (alone["bytes_to_read"] - first["bytes_read"]), 64 * 64 * 2
+    assert first["bytes_read"] == alone["bytes_to_read"] - experts // 2
+    assert second["bytes_read"] == first["bytes_read"] - head
     assert experts > alone["bytes_to_read"] / 8
     held = plan(world_size=4, ep=1)["parallel"]["ranks"]
-    assert [rank["bytes_read"] for rank in held] == [alone["bytes_to_read"]] * 4
+    others = [alone["bytes_to_read"] - head] * 3
+    assert [rank["bytes_read"] for rank in held] == [alone["bytes_to_read"], *others]
     assert first["host"] <= held[0]["host"]
 
 
@@ -215,7 +218,8 @@ def test_stacked_experts_are_read_in_rows(
     source = checkpoint("gpt_oss")
     options: dict[str, Any] = {"recipe": "fp8", "calib_data": token_batches}
     ranks = dry_run(source, export_dir=tmp_path / "x", world_size=4, **options)["parallel"]["ranks"]
-    # Two layers of four experts, with biases, in bfloat16; rank 0 reads all to export them.
-    experts = 2 * 4 * (32 * 64 + 64 + 32 * 32 + 32) * 2
+    # Two layers of four experts, with biases, in bfloat16; rank 0 reads all to export them, and the
+    # head, which nothing depends on.
+    experts, head = 2 * 4 * (32 * 64 + 64 + 32 * 32 + 32) * 2, 64 * 32 * 2
     read = [rank["bytes_read"] for rank in ranks]
-    assert [read[0] - other for other in read] == [0, *[experts * 3 // 4] * 3]
+    assert [read[0] - other for other in read] == [0, *[experts * 3 // 4 + head] * 3]

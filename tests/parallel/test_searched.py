@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from breaking import counting
+from breaking import counting, weighing
 from ranks import quantize, run_ranks, start, wait
 from same_bytes import compare, files
+
+from modelopt_lite.request import Options, make_request
 
 MakeCheckpoint = Callable[..., Path]
 pytestmark = pytest.mark.dist
@@ -63,6 +65,29 @@ def test_each_rank_searches_by_its_experts(
     shared = wait(start(4, counting, source, tmp_path / "shared", token_batches))
     assert alone.value == 2 * (4 * 3 + 4)
     assert [ended.value for ended in shared] == [2 * (3 + 4), 2 * 3, 2 * 3, 2 * 3]
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_awq_lite", "nvfp4_w4a4_weight_local_hessian"])
+@pytest.mark.parametrize("ep", [2, 1])
+def test_what_a_rank_keeps_is_foretold_by_its_experts(
+    recipe: str,
+    ep: int,
+    checkpoint: MakeCheckpoint,
+    token_batches: list[torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    # Every expert sees every token, so that routing has no say; batches are of one size.
+    source = checkpoint("mixtral", num_local_experts=2, num_experts_per_tok=2)
+    batches = token_batches[:2]
+    options = Options(recipe=recipe, calib_data=batches, ep=ep, export_dir=tmp_path / "x")
+    ends = wait(start(2, weighing, source, tmp_path / "out", batches, recipe, ep))
+    for rank, ended in enumerate(ends):
+        request = make_request(source, options, world_size=2, rank=rank)
+        request.load_data()
+        request.make_schedule()
+        work = request.prediction().work
+        assert ended.error is None
+        assert ended.value == (work["statistics of inputs"], work["inputs told to other ranks"])
 
 
 def test_formats_are_chosen_once(
