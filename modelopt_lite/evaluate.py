@@ -35,8 +35,9 @@ from modelopt_lite.calibrate.rounding import InputRounding
 from modelopt_lite.calibrate.text import evaluation_text
 from modelopt_lite.checkpoint.dequant import DequantizedSource, Source, open_source
 from modelopt_lite.checkpoint.names import map_names
+from modelopt_lite.device import pick_device
 from modelopt_lite.errors import CalibrationError, NonFiniteError
-from modelopt_lite.job import Job, check_config, pick_device
+from modelopt_lite.job import Job, check_config
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ptq_facts
 from modelopt_lite.offload.memory import bound_caches

@@ -20,6 +20,7 @@ from modelopt_lite.checkpoint.behind import WriteBehind
 from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.checkpoint.writer import parse_size
 from modelopt_lite.checkpoint.writers import ExportWriter
+from modelopt_lite.device import pick_device
 from modelopt_lite.dialects.known import dialect_names
 from modelopt_lite.errors import CalibrationError, RecipeError
 from modelopt_lite.export.exporter import Exporter
@@ -29,7 +30,6 @@ from modelopt_lite.job import (
     Job,
     check_config,
     in_dialects,
-    pick_device,
     tensor_shapes,
 )
 from modelopt_lite.models import get_spec

@@ -11,14 +11,13 @@ from modelopt_lite.auto.search import Search
 from modelopt_lite.auto.space import find_space
 from modelopt_lite.build import build_meta_model
 from modelopt_lite.checkpoint.dequant import open_source
+from modelopt_lite.device import move_buffers, pick_device
 from modelopt_lite.dialects.known import dialect_names
 from modelopt_lite.errors import CalibrationError, RecipeError
 from modelopt_lite.job import (
     Job,
     check_config,
     in_dialects,
-    move_buffers,
-    pick_device,
     tensor_shapes,
 )
 from modelopt_lite.models import get_spec
