@@ -55,7 +55,7 @@ LAYERS = (
     ("dialects",),
     ("formats",),
     ("models",),
-    ("timeline",),
+    ("device", "timeline"),
     ("progress", "report"),
     ("errors", "process", "words", "yamls"),
 )
