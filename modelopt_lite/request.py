@@ -6,6 +6,7 @@ A run and a dry run ask the same questions here, so that the second foretells th
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -153,10 +154,13 @@ class Request:
 
     @property
     def command(self) -> str:
-        """What does the same on the command line."""
+        """What does the same on the command line, in the folder that a comment above it names."""
         given = {f.name: getattr(self.options, f.name) for f in fields(Options)}
         defaults = {f.name: f.default for f in fields(Options)}
-        return command_line(self.ckpt, {**given, "export_dir": str(self.target)}, defaults)
+        command = command_line(self.ckpt, {**given, "export_dir": str(self.target)}, defaults)
+        paths = (Path(v) for v in (self.ckpt, *given.values()) if isinstance(v, str | Path))
+        here = any(not path.is_absolute() and os.path.exists(path) for path in paths)  # noqa: PTH110  no path is too long for it
+        return f"# in {Path.cwd()}\n{command}" if here else command
 
     @property
     def bytes_to_write(self) -> int:
@@ -284,7 +288,7 @@ def make_request(
     folder = resolve_checkpoint(ckpt)
     target = default_export_dir(ckpt, recipe.name)
     if options.export_dir is not None:
-        target = Path(options.export_dir).expanduser()
+        target = Path.cwd() / Path(options.export_dir).expanduser()
     shard_size = parse_size(options.max_shard_size)
     job = prepare(
         folder,

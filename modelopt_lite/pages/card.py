@@ -20,6 +20,7 @@ from modelopt_lite.dialects.engines import ENGINES, verdict
 from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.pages.accuracy import accuracy_rows
 from modelopt_lite.pages.command import command_line
+from modelopt_lite.pages.facts import calibration_text
 from modelopt_lite.pages.layers import by_reason
 from modelopt_lite.recipes import load_recipe, preset_names
 from modelopt_lite.recipes.written import recipe_text
@@ -128,23 +129,13 @@ def _facts(report: Report, dialect: str, base: str, size: int) -> str:
         ("names and configs", dialect),
         ("size", f"{bytes_text(size)}, of {bytes_text(report.source_bytes)}"),
         ("bits a weight", f"{8 * size / report.parameters:.2f}" if report.parameters else "-"),
-        ("calibration", _calibration(report)),
+        ("calibration", calibration_text(report, places=False)),
         *(
             (f"left as it is: {reason}", counted(sum(names.values()), "module"))
             for reason, names in by_reason(report.excluded).items()
         ),
     ]
     return _table(("", ""), rows)
-
-
-def _calibration(report: Report) -> str:
-    found = report.details.get("calibration")
-    if found is None and report.details["options"].get("in_memory"):
-        return "by a loop of the author's"
-    if found is None:
-        return "none"
-    origin = Path(found["origin"]).name
-    return f"{found['samples']:,} sequences, {found['tokens']:,} tokens of {origin}"
 
 
 def _accuracy(accuracy: Sequence[Mapping[str, Any]]) -> str:
