@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -64,6 +65,10 @@ def verify(
         raise typer.BadParameter("--text compares values; give --source CKPT and --deep")
     if recording and text is None:
         raise typer.BadParameter("--record keeps how a text is predicted; give --text")
+    if recording:
+        from modelopt_lite.record import read_report
+
+        read_report(Path(export).expanduser().resolve())
     checked = check_exports(
         export,
         source=source,

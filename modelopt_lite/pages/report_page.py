@@ -29,7 +29,7 @@ from modelopt_lite.pages.html import (
     table,
 )
 from modelopt_lite.pages.layers import by_kind, by_reason, place_of
-from modelopt_lite.report import PAGE_FILE, REPORT_FILE, Report
+from modelopt_lite.report import PAGE_FILE, REPORT_FILE, Report, write_whole
 from modelopt_lite.words import bytes_text, counted, printable
 
 _KINDS = 8
@@ -39,7 +39,7 @@ _WORST = 10
 
 def write_page(report: Report, folder: Path) -> None:
     """Write the page of a report into a folder."""
-    (folder / PAGE_FILE).write_text(printable(report_page(report)), encoding="utf-8")
+    write_whole(folder / PAGE_FILE, printable(report_page(report)))
 
 
 def report_page(report: Report) -> str:
