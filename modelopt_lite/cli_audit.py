@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -66,9 +65,11 @@ def verify(
     if recording and text is None:
         raise typer.BadParameter("--record keeps how a text is predicted; give --text")
     if recording:
+        from modelopt_lite.errors import OutputError
+        from modelopt_lite.paths import asked_path
         from modelopt_lite.record import read_report
 
-        read_report(Path(export).expanduser().resolve())
+        read_report(asked_path(export, OutputError).resolve())
     checked = check_exports(
         export,
         source=source,

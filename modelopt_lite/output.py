@@ -11,6 +11,7 @@ from pathlib import Path
 from modelopt_lite.checkpoint.journal import has_entries
 from modelopt_lite.errors import CheckpointError, OutputError
 from modelopt_lite.locks import OWNER, held
+from modelopt_lite.paths import asked_path
 
 _PARTIAL = ".partial"  # ends the name of the folder that a run works in
 _EXPORT = "export"  # inside of the folder that an interrupted run leaves, beside the journal
@@ -23,14 +24,15 @@ def resolve_checkpoint(ckpt: str | Path) -> Path:
     Raises:
         CheckpointError: No such folder, and no such model in reach.
     """
-    path = Path(ckpt).expanduser()
+    path = asked_path(ckpt, CheckpointError)
     if path.is_dir():
         return path.resolve()
     name = str(ckpt)
     is_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not path.exists()
     if not is_hub_id:
+        wrong = "is a file" if path.exists() else "does not exist"
         raise CheckpointError(
-            f"the checkpoint folder {name!r} does not exist; give a folder with config.json and "
+            f"the checkpoint folder {name!r} {wrong}; give a folder with config.json and "
             "safetensors files, or a hub id such as org/model"
         )
     from huggingface_hub import snapshot_download

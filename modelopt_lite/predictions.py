@@ -5,7 +5,8 @@ Shape suffixes: B sequences, T tokens, V vocabulary, N tokens of several sequenc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from modelopt_lite.errors import CalibrationError, OutputError
+from modelopt_lite.paths import asked_path
 
 _CHUNK = 1 << 22  # elements that are float32 at a time: 16 MiB for each of two
 
@@ -25,7 +27,18 @@ class Predictions:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder).expanduser()
+        self._folder = asked_path(folder, CalibrationError)
+
+    def make_folder(self) -> None:
+        """Make the folder, before hours are spent on what it is for.
+
+        Raises:
+            OutputError: It cannot be made, or written into.
+        """
+        with self._writing():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / ".part").touch()
+            (self._folder / ".part").unlink()
 
     def keep(self, index: int, ids_BT: Tensor, logits_BTV: Tensor) -> None:
         """Write a batch, with the token ids that it belongs to.
@@ -33,13 +46,18 @@ class Predictions:
         Raises:
             OutputError: It cannot be written.
         """
-        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         tensors = {"ids": ids_BT.cpu().contiguous(), "logits": logits_BTV.cpu().contiguous()}
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+        with self._writing():
             save_file(tensors, self._path(index))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        from safetensors import SafetensorError
+
+        try:
+            yield
         except (OSError, SafetensorError) as error:
             raise OutputError(
                 f"predictions cannot be kept in {self._folder} ({error}); check the disk, or "

@@ -11,6 +11,7 @@ from modelopt_lite.errors import OutputError
 from modelopt_lite.locks import awaited
 from modelopt_lite.pages.card import update_card
 from modelopt_lite.pages.report_page import write_page
+from modelopt_lite.paths import asked_path
 from modelopt_lite.report import REPORT_FILE, Report
 
 
@@ -59,7 +60,7 @@ def check_recordable(export: str | Path) -> None:
 
 def _place(export: str | Path) -> tuple[Path, Path, str]:
     """Return the folder of an export, that of its report, and the dialect where the two differ."""
-    given = Path(export).expanduser().resolve()
+    given = asked_path(export, OutputError).resolve()
     folder, report = read_report(given)
     if folder == given and len(report.dialects) > 1:
         raise OutputError(

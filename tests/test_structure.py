@@ -56,6 +56,7 @@ LAYERS = (
     ("models",),
     ("timeline",),
     ("progress", "report"),
+    ("locks", "paths"),
     ("errors", "process", "words", "yamls"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

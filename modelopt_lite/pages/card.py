@@ -87,7 +87,7 @@ def base_model(report: Report) -> str:
     for part in reversed(source.parts):
         if match := _HUB_CACHE.fullmatch(part):
             return f"{match[1]}/{match[2]}"
-    return source.name
+    return " ".join(source.name.splitlines())
 
 
 def front_matter(source: Path) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _front(report: Report, base: str, source_card: Mapping[str, Any]) -> str:
 
 
 def _name(base: str) -> str:
-    return base.rpartition("/")[2]
+    return _cell(base.rpartition("/")[2])
 
 
 def _link(base: str) -> str:
