@@ -191,7 +191,7 @@ def test_two_searches_in_one_folder(
         "search_dir": tmp_path / "search",
         "calib_data": token_batches,
     }
-    refused = []
+    refused: list[Any] = []
 
     def nested(phase: str, done: int, total: int) -> None:
         if refused or list((tmp_path / "search").glob("scores-*.json")):
