@@ -227,7 +227,7 @@ def load_batches(
 ) -> tuple[list[Tensor], int | None]:
     """Return [B, T] batches and, where it is known, how many bytes their predicted tokens are."""
     if batch_size is not None and batch_size < 1:
-        raise CalibrationError(f"batch_size is {batch_size}; give at least 1")
+        raise CalibrationError(f"batch_size is {batch_size} and must be at least 1")
     words, tokenizer = _words(text), None
     data: Any = [text] if isinstance(text, Tensor) else text
     if words is not None:
