@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from modelopt_lite.evaluate import check_text
 from modelopt_lite.fidelity import Fidelity, compare_predictions
 from modelopt_lite.output import resolve_checkpoint
 from modelopt_lite.verify.audit import Audit, examine
@@ -55,8 +56,11 @@ def check_exports(
     Raises:
         RecipeError: An unknown engine.
         CheckpointError: A folder does not exist, or the source cannot be read.
+        CalibrationError: The text cannot be read.
     """
     asked = engine_names(engines)
+    words = None if text is None or text == BUNDLED_TEXT else Path(text)
+    check_text(words, seq_len, max_tokens)  # before hours of comparing
     original = resolve_checkpoint(source) if source is not None else None
     checked = []
     for folder in export_folders(resolve_checkpoint(export)):
@@ -66,7 +70,7 @@ def check_exports(
             predictions = compare_predictions(
                 folder,
                 original,
-                text=None if text == BUNDLED_TEXT else Path(text),
+                text=words,
                 seq_len=seq_len,
                 max_tokens=max_tokens,
                 trust_remote_code=trust_remote_code,

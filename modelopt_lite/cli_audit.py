@@ -64,6 +64,12 @@ def verify(
         raise typer.BadParameter("--text compares values; give --source CKPT and --deep")
     if recording and text is None:
         raise typer.BadParameter("--record keeps how a text is predicted; give --text")
+    if recording:
+        from modelopt_lite.errors import OutputError
+        from modelopt_lite.paths import asked_path
+        from modelopt_lite.record import read_report
+
+        read_report(asked_path(export, OutputError).resolve())
     checked = check_exports(
         export,
         source=source,

@@ -50,6 +50,10 @@ def evaluate(
 ) -> None:
     """Measure the perplexity of a checkpoint, original or exported, or how it does at tasks."""
     set_up_torch()
+    if recording:
+        from modelopt_lite.record import check_recordable
+
+        check_recordable(ckpt)
     if tasks is not None:
         if text is not None or keep is not None or against is not None or max_tokens is not None:
             raise typer.BadParameter("--tasks bring their own text; leave out the options of one")

@@ -131,10 +131,7 @@ def perplexity(
         ModelOptLiteError: As for `quantize_and_export`.
     """
     started = time.perf_counter()
-    if seq_len < 2 or (max_tokens is not None and max_tokens < 2):
-        raise CalibrationError(
-            f"seq_len is {seq_len} and max_tokens {max_tokens}; give at least 2 tokens"
-        )
+    check_text(text, seq_len, max_tokens)
     folder = resolve_checkpoint(ckpt)
     with closing(open_source(folder)) as source:
         job = open_job(folder, source, trust_remote_code, device)
@@ -146,6 +143,8 @@ def perplexity(
             raise CalibrationError("no sequence of the text has 2 tokens; give a longer text")
         if against is not None:
             Predictions(against).check(batches, job.vocab_size)
+        if keep is not None:
+            Predictions(keep).make_folder()
         batches = [ids_BT.to(job.device) for ids_BT in batches]
 
         def take(index: int, logits_BTV: Tensor) -> tuple[float, float | None]:
@@ -205,6 +204,15 @@ def input_rounding(job: Job, *, activations: bool) -> InputRounding | None:
     return None
 
 
+def check_text(text: EvalText, seq_len: int, max_tokens: int | None) -> None:
+    """Refuse a text that cannot be read, and numbers of tokens that leave nothing to predict."""
+    _words(text)
+    if seq_len < 2 or (max_tokens is not None and max_tokens < 2):
+        raise CalibrationError(
+            f"seq_len is {seq_len} and max_tokens {max_tokens}; give at least 2 tokens"
+        )
+
+
 def fitting_rows(job: Job, length: int) -> int:
     """Return how many rows of so many tokens a batch may have, for its logits to stay small."""
     return max(1, MOST_LOGITS // (job.vocab_size * length))
@@ -219,6 +227,8 @@ def load_batches(
     trust: bool,
 ) -> tuple[list[Tensor], int | None]:
     """Return [B, T] batches and, where it is known, how many bytes their predicted tokens are."""
+    if batch_size is not None and batch_size < 1:
+        raise CalibrationError(f"batch_size is {batch_size} and must be at least 1")
     words, tokenizer = _words(text), None
     data: Any = [text] if isinstance(text, Tensor) else text
     if words is not None:

@@ -26,6 +26,7 @@ from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.errors import CalibrationError, CheckpointError, InternalError, NonFiniteError
 from modelopt_lite.evaluate import (
     EvalText,
+    check_text,
     input_rounding,
     load_batches,
     open_job,
@@ -99,6 +100,7 @@ def compare_predictions(
         ModelOptLiteError: As for `modelopt_lite.perplexity`.
     """
     started = time.perf_counter()
+    check_text(text, seq_len, max_tokens)
     with ExitStack() as stack:
         jobs = []
         for ckpt in (source, export):

@@ -53,9 +53,14 @@ def run_tasks(
         where the task has one, ``stderr``.
 
     Raises:
-        RecipeError: The harness is not installed, or has no such task.
+        RecipeError: The harness is not installed, or has no such task; or a number is too small.
         ModelOptLiteError: As for `perplexity`.
     """
+    if not tasks or (limit is not None and limit < 1) or (num_fewshot or 0) < 0:
+        raise RecipeError(
+            f"tasks are {[*tasks]}, limit is {limit} and num_fewshot {num_fewshot}; name at least "
+            "one task, and give a limit of at least 1 and no negative number of examples"
+        )
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager

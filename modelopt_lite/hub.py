@@ -10,6 +10,7 @@ from typing import Any
 from modelopt_lite.checkpoint.journal import JOURNAL
 from modelopt_lite.errors import AuditError, OutputError
 from modelopt_lite.output import is_unfinished
+from modelopt_lite.paths import asked_path
 from modelopt_lite.record import read_report
 from modelopt_lite.report import OF_THE_RUN
 from modelopt_lite.verify.audit import examine
@@ -63,7 +64,7 @@ def push(
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    folder = Path(export).expanduser().resolve()
+    folder = asked_path(export, OutputError).resolve()
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:

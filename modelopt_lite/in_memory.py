@@ -22,7 +22,7 @@ from modelopt_lite.checkpoint.writer import parse_size
 from modelopt_lite.checkpoint.writers import ExportWriter
 from modelopt_lite.device import pick_device
 from modelopt_lite.dialects.known import dialect_names
-from modelopt_lite.errors import CalibrationError, RecipeError
+from modelopt_lite.errors import CalibrationError, OutputError, RecipeError
 from modelopt_lite.export.exporter import Exporter
 from modelopt_lite.export.quantize import check_finite
 from modelopt_lite.formats.base import Numerics
@@ -34,6 +34,7 @@ from modelopt_lite.job import (
 )
 from modelopt_lite.models import get_spec
 from modelopt_lite.output import check_export_dir, check_free_space, resolve_checkpoint, staged
+from modelopt_lite.paths import asked_path
 from modelopt_lite.plan import make_plan
 from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.report import Report
@@ -134,7 +135,7 @@ def export_hf(
         raise CalibrationError(
             "the model carries no statistics; call quantize(model, recipe, forward_loop) first"
         )
-    folder, target = resolve_checkpoint(source), Path(export_dir).expanduser()
+    folder, target = resolve_checkpoint(source), asked_path(export_dir, OutputError)
     on_disk = open_source(folder)
     model_type = check_config(on_disk, None, folder)
     tensors = tensor_shapes(on_disk)

@@ -319,13 +319,8 @@ def tensor_shapes(source: Source) -> dict[str, TensorShape]:
 def check_config(source: Source, given: str | None, folder: Path) -> str:
     """Return the model type that a source's config names, before anything is built from it.
 
-    Args:
-        source: The config, and the weights beside it.
-        given: What the user says the type is, if so.
-        folder: Of both, for messages.
-
     Raises:
-        CheckpointError: It names none or another than the given one, or counts more layers,
+        CheckpointError: It names none, or another than the given one, or counts more layers,
             experts or heads than the weights can hold.
     """
     check_counts(source.config, [info.shape for info in source.tensors.values()], folder)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import platform
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from modelopt_lite.checkpoint.journal import has_entries
 from modelopt_lite.errors import CheckpointError, OutputError
+from modelopt_lite.locks import OWNER, held
+from modelopt_lite.paths import asked_path
 
 _PARTIAL = ".partial"  # ends the name of the folder that a run works in
-_OWNER = "owner"  # there, the process that has the folder
 _EXPORT = "export"  # inside of the folder that an interrupted run leaves, beside the journal
 _OLD = "old"  # there, the export that is being replaced
 
@@ -25,14 +24,15 @@ def resolve_checkpoint(ckpt: str | Path) -> Path:
     Raises:
         CheckpointError: No such folder, and no such model in reach.
     """
-    path = Path(ckpt).expanduser()
+    path = asked_path(ckpt, CheckpointError)
     if path.is_dir():
         return path.resolve()
     name = str(ckpt)
     is_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not path.exists()
     if not is_hub_id:
+        wrong = "is a file" if path.exists() else "does not exist"
         raise CheckpointError(
-            f"the checkpoint folder {name!r} does not exist; give a folder with config.json and "
+            f"the checkpoint folder {name!r} {wrong}; give a folder with config.json and "
             "safetensors files, or a hub id such as org/model"
         )
     from huggingface_hub import snapshot_download
@@ -190,71 +190,18 @@ def _work_folder(target: Path) -> Path:
     return target.parent / f".{target.name}{_PARTIAL}"
 
 
-@contextmanager
-def _locked(work: Path, target: Path) -> Iterator[None]:
-    """Make a folder and hold it against other runs; it is let go when the process ends."""
-    fd = _hold(work, target)
-    try:
-        with suppress(OSError):  # it is for messages alone
-            (work / _OWNER).write_text(f"{os.getpid()} {platform.node()}\n", encoding="utf-8")
-        yield
-    finally:
-        os.close(fd)
-
-
-def _hold(work: Path, target: Path) -> int:
-    """Return a descriptor that holds the folder; it is made where it is not there.
-
-    A run that ends removes the folder: whoever opened it before would hold what is gone, while
-    others make it anew and hold that.
-    """
-    while True:
-        try:
-            work.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(
-                f"cannot make a folder in {target.parent}: {error.strerror}"
-            ) from error
-        try:
-            fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue  # another run has ended
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(fd)
-            raise OutputError(
-                f"another run{_owner_of(work)} is writing {target}; wait for it, or choose another "
-                "export_dir"
-            ) from error
-        except OSError:
-            pass  # a file system without locks
-        if _is_at(fd, work):
-            return fd
-        os.close(fd)
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    """Whether an open folder is the one of its path still."""
-    try:
-        there = path.stat()
-    except OSError:
-        return False
-    return os.path.samestat(there, os.fstat(fd))
-
-
-def _owner_of(work: Path) -> str:
-    """Return the words that name the process which has a folder, as far as it is known."""
-    try:
-        pid, _, host = (work / _OWNER).read_text(encoding="utf-8").strip().partition(" ")
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return f" (process {pid}{f' on {host}' if host != platform.node() else ''})" if pid else ""
+def _locked(work: Path, target: Path) -> AbstractContextManager[None]:
+    """Hold the folder of a run against other runs."""
+    name = str(target).replace("{", "{{").replace("}", "}}")
+    return held(
+        work,
+        f"another run{{}} is writing {name}; wait for it, or choose another export_dir",
+    )
 
 
 def _empty(folder: Path) -> None:
     for path in folder.iterdir():
-        if path.name == _OWNER:
+        if path.name == OWNER:
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -5,14 +5,16 @@ Shape suffixes: B sequences, T tokens, V vocabulary, N tokens of several sequenc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from modelopt_lite.errors import CalibrationError
+from modelopt_lite.errors import CalibrationError, OutputError
+from modelopt_lite.paths import asked_path
 
 _CHUNK = 1 << 22  # elements that are float32 at a time: 16 MiB for each of two
 
@@ -25,23 +27,50 @@ class Predictions:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder).expanduser()
+        self._folder = asked_path(folder, CalibrationError)
+
+    def make_folder(self) -> None:
+        """Make the folder, before hours are spent on what it is for.
+
+        Raises:
+            OutputError: It cannot be made, or written into.
+        """
+        with self._writing():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / ".part").touch()
+            (self._folder / ".part").unlink()
 
     def keep(self, index: int, ids_BT: Tensor, logits_BTV: Tensor) -> None:
-        """Write a batch, with the token ids that it belongs to."""
+        """Write a batch, with the token ids that it belongs to.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
         from safetensors.torch import save_file
 
-        self._folder.mkdir(parents=True, exist_ok=True)
         tensors = {"ids": ids_BT.cpu().contiguous(), "logits": logits_BTV.cpu().contiguous()}
-        save_file(tensors, self._path(index))
+        with self._writing():
+            save_file(tensors, self._path(index))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        from safetensors import SafetensorError
+
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise OutputError(
+                f"predictions cannot be kept in {self._folder} ({error}); check the disk, or "
+                "choose another folder (--keep)"
+            ) from error
 
     def check(self, batches: Sequence[Tensor], vocab_size: int) -> None:
         """Check that these are predictions of a text by a model of the same vocabulary.
 
         Raises:
-            CalibrationError: There are none, or of other tokens or another vocabulary.
+            CalibrationError: There are none, or damaged ones, or those of other tokens or words.
         """
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         for index, ids_BT in enumerate(batches):
             path = self._path(index)
@@ -50,13 +79,18 @@ class Predictions:
                     f"{path} does not exist: {self._folder} holds no predictions of this text; "
                     "make them of the original with keep (--keep), and the same text and sizes"
                 )
-            with safe_open(path, "pt") as file:
-                kept_BT, shape = file.get_tensor("ids"), file.get_slice("logits").get_shape()
-            if not torch.equal(kept_BT, ids_BT.cpu()) or shape[-1] != vocab_size:
+            try:
+                with safe_open(path, "pt") as file:
+                    kept_BT, shape = file.get_tensor("ids"), file.get_slice("logits").get_shape()
+            except (OSError, SafetensorError) as error:
                 raise CalibrationError(
-                    f"{path} holds predictions of other tokens, or of {shape[-1]} words where the "
-                    f"model knows {vocab_size}; make them again with keep (--keep), and the same "
-                    "text and sizes"
+                    f"{path} holds no predictions ({error}); make them again with keep (--keep)"
+                ) from error
+            if not torch.equal(kept_BT, ids_BT.cpu()) or [*shape] != [*ids_BT.shape, vocab_size]:
+                raise CalibrationError(
+                    f"{path} holds predictions of other tokens, or of other words than the "
+                    f"{vocab_size} that the model knows: shape {[*shape]}; make them again with "
+                    "keep (--keep), and the same text and sizes"
                 )
 
     def divergence(self, index: int, logits_BTV: Tensor) -> float:

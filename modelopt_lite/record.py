@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from modelopt_lite.errors import OutputError
-from modelopt_lite.pages.card import write_card
+from modelopt_lite.locks import awaited
+from modelopt_lite.pages.card import update_card
 from modelopt_lite.pages.report_page import write_page
+from modelopt_lite.paths import asked_path
 from modelopt_lite.report import REPORT_FILE, Report
 
 
@@ -47,8 +49,31 @@ def text_label(file: str | None) -> str:
     return "text of CPython" if file is None else Path(file).name
 
 
+def check_recordable(export: str | Path) -> None:
+    """Refuse what `record` would refuse, before hours are spent on measuring it.
+
+    Raises:
+        OutputError: There is no export, or it is one in several dialects.
+    """
+    _place(export)
+
+
+def _place(export: str | Path) -> tuple[Path, Path, str]:
+    """Return the folder of an export, that of its report, and the dialect where the two differ."""
+    given = asked_path(export, OutputError).resolve()
+    folder, report = read_report(given)
+    if folder == given and len(report.dialects) > 1:
+        raise OutputError(
+            f"{export} holds an export in each of {', '.join(report.dialects)}; give the folder "
+            "of the one that was measured"
+        )
+    return given, folder, given.name if given != folder else ""
+
+
 def record(export: str | Path, measured: Mapping[str, Any]) -> None:
     """Add a row to the accuracy of an export, in the place of an earlier one of the same name.
+
+    Several processes may do so at once, and may be killed: each file is always a whole one.
 
     Args:
         export: Folder of the export, or of one of its dialects.
@@ -58,30 +83,25 @@ def record(export: str | Path, measured: Mapping[str, Any]) -> None:
     Raises:
         OutputError: There is no export, or it cannot be written.
     """
-    given = Path(export).expanduser().resolve()
-    folder, report = read_report(given)
-    part = given.name if given != folder else ""
-    if not part and len(report.dialects) > 1:
-        raise OutputError(
-            f"{export} holds an export in each of {', '.join(report.dialects)}; give the folder "
-            "of the one that was measured"
-        )
+    given, folder, part = _place(export)
     row = {"part": part, **{name: value for name, value in measured.items() if value is not None}}
-    same = [
-        number
-        for number, old in enumerate(report.accuracy)
-        if (old.get("on"), old.get("part", "")) == (row["on"], part)
-    ]
-    if same:
-        report.accuracy[same[0]] = {**report.accuracy[same[0]], **row}
-    else:
-        report.accuracy.append(row)
-    dialect = part or report.dialects[0]
     try:
-        report.write(folder)
-        write_page(report, folder)
-        write_card(given, report, dialect)
+        with awaited(folder):
+            report = read_report(given)[1]  # anew, as another process may have added to it
+            _add(report.accuracy, row)
+            report.write(folder)
+            write_page(report, folder)
+            update_card(given, report, part or report.dialects[0])
     except OSError as error:
         raise OutputError(
             f"{folder}: what was measured cannot be written ({error.strerror}); make it writable"
         ) from error
+
+
+def _add(accuracy: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Add a row, or its values to the one of the same name."""
+    for old in accuracy:
+        if (old.get("on"), old.get("part", "")) == (row["on"], row["part"]):
+            old.update(row)
+            return
+    accuracy.append(row)

@@ -117,7 +117,22 @@ class Report:
 
     def write(self, folder: Path) -> None:
         """Write the report into a folder."""
-        (folder / REPORT_FILE).write_text(self.to_json(), encoding="utf-8")
+        write_whole(folder / REPORT_FILE, self.to_json())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file that, whenever the process ends, is there as a whole or as it was before.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def peak_memory_bytes() -> int:

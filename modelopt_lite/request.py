@@ -6,6 +6,7 @@ A run and a dry run ask the same questions here, so that the second foretells th
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -23,7 +24,12 @@ from modelopt_lite.budgets import (
     make_schedule,
     read_budgets,
 )
-from modelopt_lite.calibrate.data import CalibData, CalibrationData, load_calibration_data
+from modelopt_lite.calibrate.data import (
+    CalibData,
+    CalibrationData,
+    check_sizes,
+    load_calibration_data,
+)
 from modelopt_lite.checkpoint.shards import ExportLayout
 from modelopt_lite.checkpoint.writer import parse_size
 from modelopt_lite.dialects.known import dialect_names
@@ -40,6 +46,7 @@ from modelopt_lite.output import (
     unfinished_bytes,
 )
 from modelopt_lite.pages.command import command_line
+from modelopt_lite.paths import asked_path
 from modelopt_lite.predict import Prediction, batch_shapes, planned_batches, predict
 from modelopt_lite.progress import Progress
 from modelopt_lite.recipes import Recipe, load_recipe
@@ -153,10 +160,13 @@ class Request:
 
     @property
     def command(self) -> str:
-        """What does the same on the command line."""
+        """What does the same on the command line, in the folder that a comment above it names."""
         given = {f.name: getattr(self.options, f.name) for f in fields(Options)}
         defaults = {f.name: f.default for f in fields(Options)}
-        return command_line(self.ckpt, {**given, "export_dir": str(self.target)}, defaults)
+        command = command_line(self.ckpt, {**given, "export_dir": str(self.target)}, defaults)
+        paths = (Path(v) for v in (self.ckpt, *given.values()) if isinstance(v, str | Path))
+        here = any(not path.is_absolute() and os.path.exists(path) for path in paths)  # noqa: PTH110  no path is too long for it
+        return f"# in {Path.cwd()}\n{command}" if here else command
 
     @property
     def bytes_to_write(self) -> int:
@@ -280,11 +290,11 @@ def make_request(
     recipe = load_recipe(options.recipe, kv_cache=options.kv_cache)
     if recipe.auto_quantize is not None:
         raise RecipeError(f"the formats of the recipe {recipe.name!r} are not chosen yet")
-    _check_choices(options)
+    _check_choices(options, world_size)
     folder = resolve_checkpoint(ckpt)
     target = default_export_dir(ckpt, recipe.name)
     if options.export_dir is not None:
-        target = Path(options.export_dir).expanduser()
+        target = Path.cwd() / asked_path(options.export_dir, OutputError)
     shard_size = parse_size(options.max_shard_size)
     job = prepare(
         folder,
@@ -303,8 +313,13 @@ def make_request(
     return Request(options, job, target, job.layout(shard_size), ckpt=str(ckpt))
 
 
-def _check_choices(options: Options) -> None:
+def _check_choices(options: Options, world_size: int) -> None:
     dialect_names(options.dialect)
     check_offload(options.offload)
+    check_sizes(options.calib_size, options.calib_seq_len, options.batch_size)
+    if world_size < 1 or (options.ep is not None and options.ep < 1):
+        raise RecipeError(
+            f"world_size is {world_size} and ep is {options.ep}; give at least 1 process"
+        )
     if not 0 <= options.seed < 1 << 64:
         raise RecipeError(f"seed is {options.seed}; give a number from 0 to 2**64 - 1")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
 
 LONGEST = 1 << 20
+_DEEPEST = 100  # brackets that are open at once; PyYAML's time grows with the square of them
+_BRACKET = re.compile(r"[][{}]")
 _MOST = 100_000  # values, each alias as often as it stands
 
 
@@ -23,6 +26,8 @@ def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any
     """
     if len(text) > LONGEST:
         raise yaml.YAMLError(f"it has {len(text)} characters, and {LONGEST} are read")
+    if _depth(text) > _DEEPEST:
+        raise yaml.YAMLError("it is nested too deep")
     try:
         value = yaml.load(text, Loader=loader)
     except yaml.YAMLError:
@@ -34,6 +39,15 @@ def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any
     if _count(value, {}, set()) > _MOST:
         raise yaml.YAMLError(f"its aliases stand for more than {_MOST} values")
     return value
+
+
+def _depth(text: str) -> int:
+    """Return how many brackets are open at most; those inside of strings count, too."""
+    depth = most = 0
+    for bracket in _BRACKET.findall(text):
+        depth += 1 if bracket in "[{" else -1
+        most = max(most, depth)
+    return most
 
 
 def _count(value: Any, known: dict[int, int], above: set[int]) -> int:

@@ -26,7 +26,7 @@ from modelopt_lite.build import eager_experts
 from modelopt_lite.calibrate.products import fast_products
 from modelopt_lite.calibrate.text import evaluation_text
 from modelopt_lite.checkpoint.dequant import open_source
-from modelopt_lite.errors import CalibrationError, NonFiniteError
+from modelopt_lite.errors import CalibrationError, NonFiniteError, OutputError
 from modelopt_lite.evaluate import perplexity
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
@@ -429,3 +429,21 @@ def test_divergence_from_other_predictions_is_refused(tmp_path: Path) -> None:
     perplexity(folder, text=batches, keep=tmp_path, device="cpu")
     with pytest.raises(CalibrationError, match="holds predictions of other tokens"):
         perplexity(folder, text=[ids.flip(1) for ids in batches], against=tmp_path, device="cpu")
+    file = tmp_path / "batch-00000.safetensors"
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:100], whole[:-4], b"\xff" * 64):
+        file.write_bytes(damaged)
+        with pytest.raises(CalibrationError, match="holds no predictions"):
+            perplexity(folder, text=batches, against=tmp_path, device="cpu")
+    save_file({"ids": batches[0].contiguous()}, file)
+    with pytest.raises(CalibrationError, match="holds no predictions"):
+        perplexity(folder, text=batches, against=tmp_path, device="cpu")
+
+
+def test_predictions_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(module, "run_batches", lambda *given: pytest.fail("hours were spent"))
+    batches = ids_of(INPUTS / "llama")
+    for place in (tmp_path / "file", Path("/proc/modelopt-lite")):
+        with pytest.raises(OutputError, match="predictions cannot be kept"):
+            perplexity(INPUTS / "llama", text=batches, keep=place, device="cpu")

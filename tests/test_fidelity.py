@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from modelopt_lite import perplexity, quantize_and_export
+from modelopt_lite.checking import check_exports
 from modelopt_lite.checkpoint.dequant import open_source
-from modelopt_lite.errors import CheckpointError, NonFiniteError
+from modelopt_lite.errors import CalibrationError, CheckpointError, NonFiniteError
 from modelopt_lite.fidelity import compare_predictions
 from modelopt_lite.offload.store import WeightStore
 
@@ -116,6 +117,29 @@ def test_layers_come_in_turn_so_that_memory_holds_one_of_each(
     compare_predictions(out, source, text=IDS)
     assert most <= 2
     assert inside == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seq_len": 1}, "give at least 2 tokens"),
+        ({"max_tokens": -5}, "give at least 2 tokens"),
+        ({"max_tokens": 0}, "give at least 2 tokens"),
+        ({"text": "nowhere.txt"}, "does not exist"),
+    ],
+)
+def test_a_text_is_refused_before_anything_is_read(
+    checkpoint: Make, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
+) -> None:
+    def examined(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("hours were spent")
+
+    monkeypatch.setattr("modelopt_lite.checking.examine", examined)
+    source = checkpoint("llama")
+    with pytest.raises(CalibrationError, match=words):
+        check_exports(source, source=source, deep=True, **{"text": "cpython", **options})
+    with pytest.raises(CalibrationError, match=words):
+        compare_predictions("nowhere", "nowhere", **options)
 
 
 def test_another_model_is_refused(checkpoint: Make) -> None:

@@ -44,6 +44,14 @@ QUESTIONS = [
 ]
 
 
+@pytest.mark.parametrize(
+    "options", [{"tasks": []}, {"limit": 0}, {"limit": -1}, {"num_fewshot": -1}]
+)
+def test_numbers_that_mean_nothing(options: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="name at least one task"):
+        run_tasks(TINY, **{"tasks": ["arc_easy"], **options})
+
+
 def test_without_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(RecipeError, match=r"pip install 'modelopt-lite\[eval\]'"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -202,3 +204,92 @@ def test_only_exports_of_ours_are_written_to(tmp_path: Path) -> None:
     (tmp_path / REPORT_FILE).write_text("[]")
     with pytest.raises(OutputError, match="is no report of this program"):
         record(tmp_path, {"on": "x"})
+
+
+def test_what_the_owner_wrote_into_the_card_stays(export: Path) -> None:
+    card = export / CARD_FILE
+    edited = (
+        card.read_text().replace("## Accuracy", "Made with care.\n\n## Accuracy") + "\n## Thanks\n"
+    )
+    card.write_text(edited)
+    record(export, {"on": "wikitext", "perplexity": 5.5})
+    record(export, {"on": "wikitext", "perplexity": 6.5})
+    text = card.read_text()
+    assert "Not measured" not in text
+    assert text.count("| wikitext | 6.5000 |") == 1
+    before, after = text.split("## Accuracy")
+    assert edited.startswith(before)
+    assert edited.endswith(after[after.index("## Engines") :])
+    card.write_text("Mine alone.\n")
+    record(export, {"on": "wikitext", "perplexity": 7.5})
+    assert card.read_text() == "Mine alone.\n"
+    card.unlink()
+    record(export, {"on": "wikitext", "perplexity": 7.5})
+    assert not card.exists()
+
+
+@pytest.mark.parametrize("file", [REPORT_FILE, PAGE_FILE, CARD_FILE])
+def test_a_full_disk_while_it_is_recorded_damages_nothing(
+    export: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    before = {path.name: path.read_bytes() for path in export.iterdir()}
+    write = Path.write_text
+
+    def full(path: Path, text: str, **options: Any) -> int:
+        if file not in path.name:
+            return write(path, text, **options)
+        write(path, text[: len(text) // 2], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(OutputError, match="No space left"):
+            record(export, {"on": "wikitext", "perplexity": 5.5})
+    after = {path.name: path.read_bytes() for path in export.iterdir()}
+    assert after.keys() == before.keys()
+    assert after[file] == before[file]
+    record(export, {"on": "wikitext", "perplexity": 5.5})
+    assert "5.5000" in (export / file).read_text() or file == REPORT_FILE
+    assert read_report(export)[1].accuracy[0]["perplexity"] == 5.5
+
+
+def test_several_processes_record_at_once(export: Path) -> None:
+    children = []
+    for number in range(6):
+        child = os.fork()
+        if not child:
+            try:
+                record(export, {"on": f"text {number}", "perplexity": float(number)})
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert ended == [0] * 6
+    found = {row["on"] for row in read_report(export)[1].accuracy}
+    assert found == {f"text {number}" for number in range(6)}
+    for file in (PAGE_FILE, CARD_FILE):
+        assert all(name in (export / file).read_text() for name in found)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["eval", "{}", "--record"],
+        ["eval", "{}", "--record", "--tasks", "arc_easy"],
+        ["verify", "{}", "--source", "{}", "--deep", "--text", "cpython", "--record"],
+    ],
+)
+def test_what_cannot_be_recorded_is_not_measured(
+    checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    def measured(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("hours were spent")
+
+    monkeypatch.setattr("modelopt_lite.evaluate.perplexity", measured)
+    monkeypatch.setattr("modelopt_lite.harness.run_tasks", measured)
+    monkeypatch.setattr("modelopt_lite.checking.check_exports", measured)
+    source = checkpoint("llama")
+    result = CliRunner().invoke(cli.app, [part.format(source) for part in command])
+    assert result.exit_code == 1, result.output
+    assert f"has no {REPORT_FILE}" in result.output

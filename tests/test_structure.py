@@ -57,6 +57,7 @@ LAYERS = (
     ("models",),
     ("device", "timeline"),
     ("progress", "report"),
+    ("locks", "paths"),
     ("errors", "process", "words", "yamls"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

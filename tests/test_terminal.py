@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from modelopt_lite import Recipe, dry_run
 from modelopt_lite.cli import app
+from modelopt_lite.cli_show import print_json
 from modelopt_lite.plan_view import plan_tables
 from modelopt_lite.recipes import parse_recipe
 from modelopt_lite.report import Report
@@ -69,6 +71,13 @@ def test_what_is_piped_is_neither_wrapped_nor_padded(tmp_path: Path) -> None:
     lines = narrow.splitlines()
     assert [line for line in lines if line != line.rstrip()] == []
     assert any(str(tmp_path / "out") in line for line in lines)
+
+
+def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model may be so bad that its perplexity is infinite; JSON has no word for it."""
+    print_json({"perplexity": math.inf, "rows": [(1.5, math.nan)], "path": Path("a")})
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert told == {"perplexity": None, "rows": [[1.5, None]], "path": "a"}
 
 
 def test_nested_sequences_of_a_spec_are_told_apart() -> None:

@@ -33,12 +33,14 @@ from modelopt_lite.job import (
     Job,
     versions,
 )
+from modelopt_lite.locks import held
 from modelopt_lite.offload.memory import bound_caches
 from modelopt_lite.predict import Batch, planned_batches
 from modelopt_lite.progress import Outlook, Progress, make_progress
 from modelopt_lite.recipes import Recipe
 from modelopt_lite.recipes.auto import AutoQuantize
 from modelopt_lite.recipes.written import write_recipe
+from modelopt_lite.report import write_whole
 from modelopt_lite.request import Options
 
 _LOGITS = 1 << 26  # elements of a batch
@@ -182,9 +184,20 @@ class Search:
         return scores
 
     def run(self) -> Scores:
-        """Score all formats of all groups, and write the scores."""
+        """Score all formats of all groups, and write the scores.
+
+        Raises:
+            OutputError: Another process searches in the same folder, or it cannot be written.
+        """
+        with held(
+            self.folder,
+            "another run{} searches for formats in the search_dir of this one; wait for it, or "
+            "choose another (--search-dir)",
+        ):
+            return self.saved() or self._run()
+
+    def _run(self) -> Scores:
         schedule = self.schedule()
-        self.folder.mkdir(parents=True, exist_ok=True)
         bound_caches()
         foretold = predict_search(self.job, self.space, self.shapes(), schedule)
         assert self.data is not None
@@ -284,10 +297,8 @@ class Search:
         groups = [{**asdict(g), "scores": scores[g.name]} for g in self.space.groups]
         text = json.dumps({"version": _VERSION, "inputs": self.inputs, "groups": groups}, indent=1)
         path = self.scores_file
-        part = path.with_suffix(".part")
         try:
-            part.write_text(text + "\n", encoding="utf-8")
-            part.replace(path)
+            write_whole(path, text + "\n")
         except OSError as error:
             raise OutputError(
                 f"the scores cannot be written to {path} ({error.strerror}); choose another "

@@ -13,7 +13,7 @@ from modelopt_lite.build import build_meta_model
 from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.device import move_buffers, pick_device
 from modelopt_lite.dialects.known import dialect_names
-from modelopt_lite.errors import CalibrationError, RecipeError
+from modelopt_lite.errors import CalibrationError, OutputError, RecipeError
 from modelopt_lite.job import (
     Job,
     check_config,
@@ -22,6 +22,7 @@ from modelopt_lite.job import (
 )
 from modelopt_lite.models import get_spec
 from modelopt_lite.output import default_export_dir, resolve_checkpoint
+from modelopt_lite.paths import asked_path
 from modelopt_lite.recipes import Recipe, load_recipe
 from modelopt_lite.recipes.auto import checked_bits
 from modelopt_lite.request import Options, make_request
@@ -140,10 +141,10 @@ def prepare_search(ckpt: str | Path, options: Options, recipe: Recipe) -> Search
 
 def _folder(ckpt: str | Path, options: Options, recipe: Recipe) -> Path:
     if options.search_dir is not None:
-        return Path(options.search_dir).expanduser()
+        return asked_path(options.search_dir, OutputError)
     target = default_export_dir(ckpt, recipe.name)
     if options.export_dir is not None:
-        target = Path(options.export_dir).expanduser()
+        target = asked_path(options.export_dir, OutputError)
     return target.with_name(f"{target.name}-search")
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from modelopt_lite.calibrate.chat import RecordReader, Sample, encode_text
 from modelopt_lite.errors import CalibrationError
+from modelopt_lite.paths import asked_path
 from modelopt_lite.words import counted
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
@@ -75,6 +76,15 @@ class CalibrationData:
         return digest.hexdigest()
 
 
+def check_sizes(size: int, seq_len: int, batch_size: int | None) -> None:
+    """Raise `CalibrationError` where these leave nothing to run a model on."""
+    if size < 1 or seq_len < 2 or (batch_size is not None and batch_size < 1):
+        raise CalibrationError(
+            f"calib_size {size}, calib_seq_len {seq_len} and batch_size {batch_size} must be at "
+            "least 1, 2 and 1"
+        )
+
+
 def load_calibration_data(
     data: CalibData,
     source: Path,
@@ -101,11 +111,7 @@ def load_calibration_data(
     Raises:
         CalibrationError: Nothing to read, nothing in it, or ids outside of the vocabulary.
     """
-    if size < 1 or seq_len < 2 or (batch_size is not None and batch_size < 1):
-        raise CalibrationError(
-            f"calib_size {size}, calib_seq_len {seq_len} and batch_size {batch_size} must be at "
-            "least 1, 2 and 1"
-        )
+    check_sizes(size, seq_len, batch_size)
     origin, found = _sequences(data, source, size, seq_len, trust_remote_code)
     samples = [one if isinstance(one, Sample) else Sample(one) for one in found]
     plain = [sample.ids for sample in samples if not sample.others]
@@ -136,7 +142,8 @@ def _sequences(
         tokenizer = load_tokenizer(source, trust)
         return "pydoc_data.topics", text_blocks(tokenizer, calibration_text(), seq_len, size)
     if isinstance(data, str | Path):
-        path = Path(data).expanduser().resolve()  # one spelling: a resumed run compares it
+        # One spelling: a resumed run compares it.
+        path = asked_path(data, CalibrationError).resolve()
         try:
             return str(path), _from_file(path, source, size, seq_len, trust)
         except OSError as error:

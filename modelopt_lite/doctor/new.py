@@ -20,6 +20,7 @@ from modelopt_lite.doctor.source import write_package
 from modelopt_lite.errors import SpecError
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.discovery import PATH_VARIABLE
+from modelopt_lite.paths import asked_path
 
 
 def write_first_draft(
@@ -45,7 +46,7 @@ def write_first_draft(
 
     release = f"transformers {transformers.__version__}"
     target = _folder(folder)
-    source = Path(what).expanduser()
+    source = asked_path(what, SpecError)
     try:
         if (source / "config.json").is_file():
             model_type = str(read_json(source / "config.json").get("model_type"))
@@ -77,7 +78,7 @@ def _folder(given: str | None) -> Path:
         raise SpecError(
             f"no folder to write to; give one with --to, and name it in {PATH_VARIABLE} to use it"
         )
-    return Path(folders[0]).expanduser()
+    return asked_path(folders[0], SpecError)
 
 
 def _check_new(model_type: str) -> None:

@@ -20,15 +20,17 @@ from modelopt_lite.dialects.engines import ENGINES, verdict
 from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.pages.accuracy import accuracy_rows
 from modelopt_lite.pages.command import command_line
+from modelopt_lite.pages.facts import calibration_text
 from modelopt_lite.pages.layers import by_reason
 from modelopt_lite.recipes import load_recipe, preset_names
 from modelopt_lite.recipes.written import recipe_text
-from modelopt_lite.report import CARD_FILE, Report
+from modelopt_lite.report import CARD_FILE, Report, write_whole
 from modelopt_lite.words import bytes_text, counted, printable
 from modelopt_lite.yamls import load_yaml
 
 _KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "library_name")
 _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)")
+_ACCURACY = re.compile(r"^## Accuracy$.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _OUR_NAME = "modelopt-lite"
 _SERVE = {"vLLM": "vllm serve {name}", "SGLang": "python -m sglang.launch_server --model {name}"}
 
@@ -38,7 +40,19 @@ def write_card(folder: Path, report: Report, dialect: str) -> None:
     source = Path(report.details["source"])
     size = sum(map(_tensor_bytes, folder.glob("*.safetensors")))
     text = model_card(report, dialect, front_matter(source), size)
-    (folder / CARD_FILE).write_text(printable(text), encoding="utf-8")
+    write_whole(folder / CARD_FILE, printable(text))
+
+
+def update_card(folder: Path, report: Report, dialect: str) -> None:
+    """Tell in a card what was measured since; all else in it stays as its owner may have it by now.
+
+    A card without the section, or none, is left as it is.
+    """
+    path = folder / CARD_FILE
+    with suppress(FileNotFoundError, UnicodeDecodeError):
+        old = path.read_text(encoding="utf-8")
+        new = _ACCURACY.sub(lambda _: f"{_accuracy(report, dialect)}\n", old, count=1)
+        write_whole(path, printable(new))
 
 
 def model_card(report: Report, dialect: str, source_card: Mapping[str, Any], size: int) -> str:
@@ -58,8 +72,7 @@ def model_card(report: Report, dialect: str, source_card: Mapping[str, Any], siz
         if _link(base)
         else f"{_name(base)} quantized with modelopt-lite.",
         _facts(report, dialect, base, size),
-        "## Accuracy\n",
-        _accuracy([row for row in report.accuracy if row.get("part", "") in {"", dialect}]),
+        _accuracy(report, dialect),
         "## Engines\n",
         _engines(report, dialect),
         "## Made by\n",
@@ -74,7 +87,7 @@ def base_model(report: Report) -> str:
     for part in reversed(source.parts):
         if match := _HUB_CACHE.fullmatch(part):
             return f"{match[1]}/{match[2]}"
-    return source.name
+    return " ".join(source.name.splitlines())
 
 
 def front_matter(source: Path) -> dict[str, Any]:
@@ -108,7 +121,7 @@ def _front(report: Report, base: str, source_card: Mapping[str, Any]) -> str:
 
 
 def _name(base: str) -> str:
-    return base.rpartition("/")[2]
+    return _cell(base.rpartition("/")[2])
 
 
 def _link(base: str) -> str:
@@ -128,7 +141,7 @@ def _facts(report: Report, dialect: str, base: str, size: int) -> str:
         ("names and configs", dialect),
         ("size", f"{bytes_text(size)}, of {bytes_text(report.source_bytes)}"),
         ("bits a weight", f"{8 * size / report.parameters:.2f}" if report.parameters else "-"),
-        ("calibration", _calibration(report)),
+        ("calibration", calibration_text(report, places=False)),
         *(
             (f"left as it is: {reason}", counted(sum(names.values()), "module"))
             for reason, names in by_reason(report.excluded).items()
@@ -137,25 +150,15 @@ def _facts(report: Report, dialect: str, base: str, size: int) -> str:
     return _table(("", ""), rows)
 
 
-def _calibration(report: Report) -> str:
-    found = report.details.get("calibration")
-    if found is None and report.details["options"].get("in_memory"):
-        return "by a loop of the author's"
-    if found is None:
-        return "none"
-    origin = Path(found["origin"]).name
-    return f"{found['samples']:,} sequences, {found['tokens']:,} tokens of {origin}"
-
-
-def _accuracy(accuracy: Sequence[Mapping[str, Any]]) -> str:
-    if not accuracy:
-        return (
-            "Not measured. `modelopt-lite eval EXPORT --record` measures perplexity, and "
-            "`modelopt-lite verify EXPORT --source CKPT --deep --text cpython --record` the "
-            "divergence from the source; both write it here."
-        )
-    head, rows = accuracy_rows(accuracy)
-    return _table(head, rows)
+def _accuracy(report: Report, dialect: str) -> str:
+    """Return the section that tells what was measured."""
+    text = (
+        "Not measured. `modelopt-lite eval EXPORT --record` measures perplexity, and "
+        "`modelopt-lite verify EXPORT --source CKPT --deep --text cpython --record` the "
+        "divergence from the source; both write it here.\n"
+    )
+    rows = [row for row in report.accuracy if row.get("part", "") in {"", dialect}]
+    return f"## Accuracy\n\n{_table(*accuracy_rows(rows)) if rows else text}"
 
 
 def _engines(report: Report, dialect: str) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 COLD = "#d62728"
 _SERIES = 8
-_SIZE = (9.0, 3.4)  # inches
+_SIZE = (11.0, 3.6)  # inches
+_DECADES = 100  # a range of so much is shown on a logarithmic scale
 _MARKS = 400  # cold experts that get a cross beside their colour
 _STYLE = {
     "svg.fonttype": "none",
@@ -94,7 +95,7 @@ def by_layer(
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("")
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0, top=1.15 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else None)
     axes.set_xlabel("layer")
     axes.set_ylabel(label)
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -105,10 +106,11 @@ def sizes(figure: Any, layers: Mapping[str, Sequence[int]]) -> None:
     """Draw the bytes of each layer, (source, export), as bars."""
     axes = figure.subplots()
     places = range(len(layers))
+    unit, name_of_unit = _unit(size for both in layers.values() for size in both)
     for column, (name, color) in enumerate((("source", "#c7c7c7"), ("export", "#1f77b4"))):
         axes.bar(
             [x + 0.4 * column - 0.2 for x in places],
-            [both[column] / 1e6 for both in layers.values()],
+            [both[column] / unit for both in layers.values()],
             width=0.4,
             color=color,
             label=name,
@@ -118,14 +120,14 @@ def sizes(figure: Any, layers: Mapping[str, Sequence[int]]) -> None:
     names = [*layers]
     axes.set_xticks(shown, [names[n].rpartition(".")[2] for n in shown])
     axes.set_xlabel("layer")
-    axes.set_ylabel("MB")
+    axes.set_ylabel(name_of_unit)
     figure.legend(loc="outside right upper", frameon=False)
 
 
 def heat_map(figure: Any, tokens: Mapping[str, Sequence[int]]) -> None:
     """Draw how many tokens each expert saw: a row for each layer; red where it saw none."""
     import numpy as np
-    from matplotlib.colors import ListedColormap, LogNorm
+    from matplotlib.colors import ListedColormap, LogNorm, Normalize
 
     width = max(len(row) for row in tokens.values())
     counts = np.full((len(tokens), width), np.nan)
@@ -137,7 +139,8 @@ def heat_map(figure: Any, tokens: Mapping[str, Sequence[int]]) -> None:
     place = {"aspect": "auto", "interpolation": "nearest"}
     if seen.count():
         low, high = float(seen.min()), float(seen.max())
-        norm = LogNorm(low, max(high, low + 1))
+        wide = high > _DECADES * low  # else a logarithmic scale has no two marks
+        norm = LogNorm(low, high) if wide else Normalize(0, high)
         shown = axes.imshow(seen, norm=norm, cmap="viridis", **place)
         bar = figure.colorbar(shown, label="tokens", format="{x:g}")
         bar.ax.yaxis.set_minor_formatter("")
@@ -166,16 +169,25 @@ def timeline(
     """
     memory, disk = figure.subplots(2, 1, sharex=True)
     seconds = columns["seconds"]
+    unit, name_of_unit = _unit((*columns["memory"], *columns["device"], *limits.values()))
     names = ("memory", "device") if any(columns["device"]) else ("memory",)
     for name in names:
-        memory.plot(seconds, [v / 1e9 for v in columns[name]], marker=".", linewidth=1, label=name)
+        memory.plot(seconds, [v / unit for v in columns[name]], marker=".", linewidth=1, label=name)
     for (name, value), color in zip(limits.items(), ("#d62728", "#ff7f0e", "#9467bd", "#8c564b")):  # noqa: B905  few of both
-        memory.axhline(value / 1e9, color=color, linestyle="--", linewidth=1, label=name)
+        memory.axhline(value / unit, color=color, linestyle="--", linewidth=1, label=name)
     memory.set_ylim(bottom=0)
-    memory.set_ylabel("GB in use")
+    memory.set_ylabel(f"{name_of_unit} in use")
+    unit, name_of_unit = _unit((*columns["read"], *columns["written"]))
     for name in ("read", "written"):
-        disk.plot(seconds, [v / 1e9 for v in columns[name]], marker=".", linewidth=1, label=name)
-    disk.set_ylabel("GB, summed up")
+        disk.plot(seconds, [v / unit for v in columns[name]], marker=".", linewidth=1, label=name)
+    disk.set_ylabel(f"{name_of_unit}, summed up")
     disk.set_xlabel("seconds")
     for axes in (memory, disk):
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def _unit(sizes: Iterable[float]) -> tuple[float, str]:
+    """Return the largest unit that the largest of some bytes has one of."""
+    most = max(sizes, default=0)
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    return next(((size, name) for size, name in units if most >= size), (1.0, "B"))

@@ -16,10 +16,16 @@ h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; border-bottom: 1px solid #ddd; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .15rem .9rem .15rem 0;
-  border-bottom: 1px solid #eee; overflow-wrap: anywhere; }
-td.number, th.number { text-align: right; white-space: nowrap; overflow-wrap: normal; }
-pre { background: #f5f5f5; padding: .6rem; overflow-x: auto; }
-svg { max-width: 100%; height: auto; }
+  border-bottom: 1px solid #eee; }
+th { white-space: nowrap; }
+td { overflow-wrap: break-word; }
+td.long { overflow-wrap: anywhere; min-width: 9rem; }
+td.number, th.number { text-align: right; white-space: nowrap; }
+pre { background: #f5f5f5; padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+.chart { margin-top: .6rem; overflow-x: auto; }
+svg { width: 100%; min-width: 36rem; height: auto; }
+details { margin: .5rem 0; }
+summary { cursor: pointer; color: #444; }
 .warning { border-left: 4px solid #d62728; padding: .1rem .8rem; background: #fdf1f1; }
 .cold { color: #d62728; font-weight: 600; }
 small { color: #666; }
@@ -63,10 +69,18 @@ def code(text: str) -> str:
 def facts(values: Mapping[str, str]) -> str:
     """Return names and values."""
     rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>'
+        f'<tr><th scope="row">{escape(name)}</th><td class="long">{escape(value)}</td></tr>'
         for name, value in values.items()
     )
     return f'<div class="scroll"><table>{rows}</table></div>'
+
+
+def folded(title: str, inside: str, *, unfolded: bool) -> str:
+    """Return a part that a reader can open and close; nothing where it is empty."""
+    start = " open" if unfolded else ""
+    return (
+        f"<details{start}><summary>{escape(title)}</summary>\n{inside}</details>" if inside else ""
+    )
 
 
 def table(

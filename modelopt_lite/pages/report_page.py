@@ -12,19 +12,34 @@ from typing import Any
 
 from modelopt_lite.pages import charts
 from modelopt_lite.pages.accuracy import accuracy_rows
-from modelopt_lite.pages.html import bullets, code, facts, page, paragraph, section, table
+from modelopt_lite.pages.facts import (
+    calibration_text,
+    errors_text,
+    experts_text,
+    relative_text,
+)
+from modelopt_lite.pages.html import (
+    bullets,
+    code,
+    facts,
+    folded,
+    page,
+    paragraph,
+    section,
+    table,
+)
 from modelopt_lite.pages.layers import by_kind, by_reason, place_of
-from modelopt_lite.report import PAGE_FILE, REPORT_FILE, Report
+from modelopt_lite.report import PAGE_FILE, REPORT_FILE, Report, write_whole
 from modelopt_lite.words import bytes_text, counted, printable
 
 _KINDS = 8
 _ROWS = 200
-_WORST = 25
+_WORST = 10
 
 
 def write_page(report: Report, folder: Path) -> None:
     """Write the page of a report into a folder."""
-    (folder / PAGE_FILE).write_text(printable(report_page(report)), encoding="utf-8")
+    write_whole(folder / PAGE_FILE, printable(report_page(report)))
 
 
 def report_page(report: Report) -> str:
@@ -78,10 +93,10 @@ def _summary(report: Report) -> str:
     formats = Counter(report.quantized.values())
     listed = ", ".join(f"{fmt}: {counted(n, 'matrix', 'matrices')}" for fmt, n in formats.items())
     share = f" ({report.export_bytes / report.source_bytes:.1%})" if report.source_bytes else ""
-    calibration = report.details.get("calibration")
+    details = report.details
     values = {
         "export": report.export_dir,
-        "source": str(report.details.get("source", "")),
+        "source": str(details.get("source", "")),
         "model type": report.model_type,
         "recipe": report.recipe,
         "dialect": ", ".join(report.dialects),
@@ -89,12 +104,13 @@ def _summary(report: Report) -> str:
         "left as they are": counted(len(report.excluded), "module"),
         "size": f"{bytes_text(report.source_bytes)} → {bytes_text(report.export_bytes)}{share}",
         "bits per weight": f"{report.bits_per_weight:.2f}",
-        "calibration": f"{calibration['samples']:,} sequences, {calibration['tokens']:,} tokens of "
-        f"{calibration['origin']}"
-        if calibration
-        else "none",
-        "numerics": str(report.details.get("numerics", "")),
-        "versions": ", ".join(f"{n} {v}" for n, v in report.details.get("versions", {}).items()),
+        "errors of weights": errors_text(report),
+        "calibration": calibration_text(report, places=True),
+        "tokens per expert": experts_text(report),
+        "key and value cache": str(details.get("recipe", {}).get("kv_cache") or "as it is"),
+        "processes": f"{len(report.ranks)}; the same bytes come of one" if report.ranks else "",
+        "numerics": str(details.get("numerics", "")),
+        "versions": ", ".join(f"{n} {v}" for n, v in details.get("versions", {}).items()),
     }
     return section("Summary", facts({name: value for name, value in values.items() if value}))
 
@@ -125,7 +141,8 @@ def _sizes(report: Report, pictures: _Pictures) -> str:
     ]
     drawn = pictures.draw("sizes", partial(charts.sizes, layers=layers)) if layers else ""
     head = ["layer", "source", "export", "share"]
-    return section("Sizes", drawn, table(head, rows, numbers=(1, 2, 3), most=_ROWS))
+    listed = table(head, rows, numbers=(1, 2, 3), most=_ROWS)
+    return section("Sizes", drawn, folded("By layer", listed, unfolded=not drawn))
 
 
 def _errors(report: Report, pictures: _Pictures) -> str:
@@ -137,20 +154,28 @@ def _errors(report: Report, pictures: _Pictures) -> str:
     for name, error in errors.items():
         rows.setdefault(place_of(name).layer, []).append(error)
     per_layer = [
-        [layer, str(len(values)), f"{statistics.median(values):.4f}", f"{max(values):.4f}"]
+        [layer, str(len(values)), f"{statistics.median(values):.4f}", relative_text(max(values))]
         for layer, values in rows.items()
     ]
-    worst = sorted(errors.items(), key=lambda item: -item[1])
+    worst = sorted(errors.items(), key=lambda item: -item[1])[:_WORST]
     paint = partial(charts.by_layer, series=kinds, label="relative error", log=False)
+    drawn = pictures.draw("errors", paint) if any(place_of(n).stack for n in errors) else ""
+    listed = table(
+        ["layer", "matrices", "median", "worst"], per_layer, numbers=(1, 2, 3), most=_ROWS
+    )
     return section(
         "Errors of weights",
-        paragraph("|dequantized - source| / |source| (Frobenius); of each kind the layer's worst."),
-        pictures.draw("errors", paint) if any(place_of(n).stack for n in errors) else "",
-        table(["layer", "matrices", "median", "worst"], per_layer, numbers=(1, 2, 3), most=_ROWS),
+        paragraph(
+            "|dequantized - source| / |source| (Frobenius), and signal over noise in decibels; the "
+            "chart has each layer's worst of each kind. Formats have errors of their own: a line "
+            "that leaves the others tells more than their height."
+        ),
+        drawn,
+        folded("By layer", listed, unfolded=not drawn),
         paragraph("The worst matrices:"),
         table(
             ["matrix", "format", "relative error"],
-            [[name, report.quantized.get(name, ""), f"{e:.4f}"] for name, e in worst[:_WORST]],
+            [[name, report.quantized.get(name, ""), relative_text(e)] for name, e in worst],
             numbers=(2,),
             most=_WORST,
         ),
@@ -173,16 +198,17 @@ def _experts(report: Report, pictures: _Pictures) -> str:
         for name, counts in tokens.items()
     ]
     height = min(9.0, 2.0 + 0.22 * len(tokens))
+    drawn = pictures.draw("experts", partial(charts.heat_map, tokens=tokens), height=height)
+    head = ["experts of", "experts", "fewest", "median", "most", "cold"]
+    listed = table(head, rows, numbers=(1, 2, 3, 4, 5), most=_ROWS)
     return section(
         "Tokens per expert",
-        paragraph("How many calibration tokens each expert saw; red: none, a cold expert."),
-        pictures.draw("experts", partial(charts.heat_map, tokens=tokens), height=height),
-        table(
-            ["experts of", "experts", "fewest", "median", "most", "cold"],
-            rows,
-            numbers=(1, 2, 3, 4, 5),
-            most=_ROWS,
+        paragraph(
+            "How many calibration tokens each expert saw; red: none, a cold expert, whose inputs "
+            "are scaled as its peers' are."
         ),
+        drawn,
+        folded("By layer", listed, unfolded=not drawn),
         bullets(
             [f"cold: {', '.join(report.cold_experts[:_ROWS])}"] if report.cold_experts else [],
             "cold",
@@ -201,7 +227,12 @@ def _ranges(report: Report, pictures: _Pictures) -> str:
     drawn = pictures.draw("ranges", paint) if any(place_of(n).stack for n in amax) else ""
     return section(
         "Activation ranges",
-        paragraph("The largest magnitude that calibration saw enter.") if amax else "",
+        paragraph(
+            "The largest magnitude of inputs that calibration saw, which their scales follow; a "
+            "peak in one layer costs the small values there their precision."
+        )
+        if amax
+        else "",
         drawn,
         table(["inputs of", "layers", "least", "most"], rows, numbers=(1, 2, 3), most=_ROWS),
     )
@@ -216,8 +247,8 @@ def _resources(report: Report, pictures: _Pictures) -> str:
     limits = {name: size for name, size in limits.items() if size}
     values = {name: bytes_text(size) for name, size in limits.items()}
     values["read from the source"] = bytes_text(report.bytes_read)
-    values |= {f"seconds: {name}": f"{taken:.1f}" for name, taken in report.seconds.items()}
-    shown = {n: s for n, s in limits.items() if "disk" not in n}
+    values |= {name: f"{taken:.1f} s" for name, taken in report.seconds.items()}
+    shown = {f"{n}, {values[n]}": s for n, s in limits.items() if "disk" not in n}
     columns = report.timeline
     drawn = ""
     if columns and len(columns["seconds"]) > 1:
@@ -229,11 +260,30 @@ def _resources(report: Report, pictures: _Pictures) -> str:
         for second, *sizes in zip(*(columns.get(name, ()) for name in names), strict=True)
     ]
     step = max(1, len(rows) // 20)
+    head = ["second", "memory", "read", "written"]
+    listed = table(head, rows[::step], numbers=range(4), most=40)
     return section(
         "Memory and disk",
         facts(values),
+        _processes(report),
         drawn,
-        table(["second", "memory", "read", "written"], rows[::step], numbers=range(4), most=40),
+        folded("By time", listed, unfolded=not drawn),
+    )
+
+
+def _processes(report: Report) -> str:
+    """What each of several processes took; the other values are those of the first."""
+    if not report.ranks:
+        return ""
+    keys = ("bytes_read", "peak_weight_bytes", "peak_memory_bytes")
+    rows = [
+        [str(rank), *(bytes_text(used[key]) for key in keys)]
+        for rank, used in enumerate(report.ranks)
+    ]
+    return paragraph(
+        "Of each process; peak, prediction and what is shown over time are of process 0:"
+    ) + table(
+        ["process", "read", "weights at most", "peak memory"], rows, numbers=range(4), most=_ROWS
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from modelopt_lite.errors import OffloadConfigError, RecipeError
 from modelopt_lite.formats.cache import CACHE_FORMATS
 from modelopt_lite.formats.groups import GROUP_MULTIPLE, fits_groups
+from modelopt_lite.paths import asked_path
 from modelopt_lite.recipes.algorithms import AlgorithmChoice, parse_algorithm
 from modelopt_lite.recipes.auto import AutoQuantize, parse_auto
 from modelopt_lite.words import near
@@ -145,9 +146,8 @@ def load_recipe(recipe: str | Path | Recipe, *, kv_cache: str | None = None) -> 
         RecipeError: No such preset or file, or a key or value that means nothing.
     """
     if not isinstance(recipe, Recipe):
-        path = Path(recipe).expanduser()
-        if path.suffix in {".yaml", ".yml"}:
-            recipe = _read(path)
+        if Path(recipe).suffix in {".yaml", ".yml"}:
+            recipe = _read(asked_path(recipe, RecipeError))
         else:
             recipe = _read(_PRESETS / f"{_preset(str(recipe))}.yaml")
     if kv_cache is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,30 @@ def test_damaged_scores(
     path.write_text(path.read_text().replace('"fp8": ', '"fp9": '))
     with pytest.raises(OutputError, match="it lacks groups or formats"):
         dry_run(source, export_dir=tmp_path / "b", **options)
+
+
+def test_two_searches_in_one_folder(
+    checkpoint: MakeCheckpoint, token_batches: list[Tensor], tmp_path: Path, recipe: Path
+) -> None:
+    source = checkpoint("llama")
+    options: dict[str, Any] = {
+        "recipe": recipe,
+        "search_dir": tmp_path / "search",
+        "calib_data": token_batches,
+    }
+    refused: list[Any] = []
+
+    def nested(phase: str, done: int, total: int) -> None:
+        if refused or list((tmp_path / "search").glob("scores-*.json")):
+            return
+        with pytest.raises(OutputError, match=rf"\(process {os.getpid()}\) searches") as error:
+            quantize_and_export(source, export_dir=tmp_path / "b", progress=False, **options)
+        refused.append(error)
+
+    quantize_and_export(source, export_dir=tmp_path / "a", progress=nested, **options)
+    assert refused
+    left = {path.suffix for path in (tmp_path / "search").iterdir()}
+    assert left == {".json", ".yaml"}
 
 
 def test_batches_are_cut_to_their_logits() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from fuzzing import demands
 from safetensors.torch import save_file
 
@@ -61,6 +63,16 @@ def test_yaml_is_refused_with_a_word(folder: Path, text: str) -> None:
             load_recipe(path)
         with pytest.raises(OffloadConfigError, match=r"hostile.yaml cannot be read"):
             load_config_from_file(path)
+
+
+@pytest.mark.parametrize("text", ["x: " + "[" * 3000, "[" * 900 + "]" * 900, "{a: [" * 400])
+def test_brackets_in_brackets_take_no_time(text: str) -> None:
+    """PyYAML takes seconds for them."""
+    started = time.process_time()
+    with pytest.raises(yaml.YAMLError, match="nested too deep"):
+        load_yaml(text)
+    assert time.process_time() - started < 0.1
+    assert load_yaml("[" * 50 + "]" * 50)
 
 
 def test_aliases_may_be_used() -> None:

@@ -91,6 +91,14 @@ def test_base_model_on_a_hub() -> None:
     assert "--calib-size 64" in text
 
 
+def test_a_name_of_several_lines_is_one_line() -> None:
+    report = of_preset()
+    report.details["source"] = "/models/a\n## Accuracy\n| x | <b> |"
+    text = card_of(report)
+    assert text.count("\n## Accuracy\n") == 1
+    assert "<b>" not in text.split("## Made by")[0]
+
+
 def test_a_changed_cache_is_in_the_command() -> None:
     report = of_preset()
     changed = load_recipe("nvfp4", kv_cache="fp8")

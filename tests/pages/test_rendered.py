@@ -58,16 +58,57 @@ def test_charts_are_drawn_and_fit(
     write_page(report, tmp_path)
     browser.open(tmp_path / PAGE_FILE, width=width)
     for name in CHARTS:
-        box = browser.evaluate(
-            f"(b => [b.left, b.width, b.height])"
-            f"(document.querySelector('#{name} svg').getBoundingClientRect())"
-        )
-        assert box[0] >= 0
-        assert box[0] + box[1] <= width
-        assert box[1] > 0.8 * min(width, 640)
-        assert box[2] > 100
-    # The page itself is never scrolled sideways; wide tables scroll in their own box.
+        left, wide, _ = _box(browser, f"#{name}")
+        assert left >= 0
+        assert left + wide <= width
+        _, wide, high = _box(browser, f"#{name} svg")
+        assert wide > 0.8 * min(width, 1100)
+        assert wide >= 500, "its words are too small to read"
+        assert high > 150
+    # The page itself is never scrolled sideways; wide tables and charts scroll in their own box.
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def _box(browser: Browser, selector: str) -> list[float]:
+    """Return left, width and height of an element."""
+    found: list[float] = browser.evaluate(
+        f"(b => [b.left, b.width, b.height])"
+        f"(document.querySelector('{selector}').getBoundingClientRect())"
+    )
+    return found
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+def test_words_are_whole(browser: Browser, report: Report, tmp_path: Path, width: int) -> None:
+    """Heads of tables and rows have a line of their own; no column is a letter wide."""
+    report.accuracy = [{"on": "a text", "perplexity": 4.0, "source_perplexity": 3.9, "kl": 0.1}]
+    write_page(report, tmp_path)
+    browser.open(tmp_path / PAGE_FILE, width=width)
+    high = browser.evaluate(
+        "Math.max(...[...document.querySelectorAll('th')].map(e => { "
+        "const r = new Range(); r.selectNodeContents(e); return r.getBoundingClientRect().height"
+        "}))"
+    )
+    line = browser.evaluate("parseFloat(getComputedStyle(document.body).lineHeight)")
+    assert 10 < high < 1.5 * line
+    narrow = browser.evaluate(
+        "Math.min(...[...document.querySelectorAll('td')].filter(e => e.clientHeight)"
+        ".map(e => e.clientWidth))"
+    )
+    assert narrow > 20
+
+
+@pytest.mark.parametrize("most", [3, 60, 50_000])
+def test_the_scale_of_tokens_has_marks(
+    browser: Browser, report: Report, tmp_path: Path, most: int
+) -> None:
+    report.tokens_per_expert = {"model.layers.0.mlp.experts": [2, most]}
+    write_page(report, tmp_path)
+    browser.open(tmp_path / PAGE_FILE, width=1200)
+    told = browser.evaluate(
+        "[...document.querySelectorAll('#experts-axes_2 text')].map(e => e.textContent)"
+    )
+    assert sum(mark.replace(",", "").isdecimal() for mark in told) >= 2, told
 
 
 def test_charts_show_what_they_are_about(shown: Browser) -> None:
@@ -76,7 +117,13 @@ def test_charts_show_what_they_are_about(shown: Browser) -> None:
         "errors": ("relative error", "self_attn.q_proj"),
         "experts": ("expert", "tokens", "model.layers.0.mlp.experts"),
         "ranges": ("largest magnitude",),
-        "timeline": ("GB in use", "budget of host memory", "read", "written"),
+        "timeline": (
+            "GB in use",
+            "MB, summed up",
+            "budget of host memory, 2 GB",
+            "read",
+            "written",
+        ),
     }.items():
         text = shown.evaluate(f"document.querySelector('#{name} svg').textContent")
         assert all(word in text for word in words), (name, text)

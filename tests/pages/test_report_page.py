@@ -108,6 +108,36 @@ def test_a_chart_that_fails_is_told_of(report: Report, monkeypatch: pytest.Monke
     assert "model.layers.3.mlp.experts" in page.text
 
 
+def test_the_summary_says_how_good_it_is(report: Report) -> None:
+    text = parsed(report_page(report)).text
+    assert "median 0.0955 (20.4 dB), worst 0.1010 (19.9 dB) (model.layers.3.mlp.experts.1" in text
+    assert "all within the bounds of their formats" in text
+    assert "16 experts, 1 COLD; 0 to 300 tokens" in text
+    report.beyond_bound = ["lm_head"]
+    assert "1 matrix BEYOND the bound" in parsed(report_page(report)).text
+
+
+def test_how_far_perplexity_is_from_the_sources(report: Report) -> None:
+    report.accuracy = [{"on": "a", "perplexity": 4.2, "source_perplexity": 4.0}]
+    assert "+5.00%" in parsed(report_page(report)).text
+    report.accuracy = [{"on": "a", "perplexity": 4.2}]
+    assert "change" not in parsed(report_page(report)).text
+
+
+def test_each_of_several_processes_is_told_of(report: Report) -> None:
+    assert "process 0" not in parsed(report_page(report)).text
+    used = {"bytes_read": 5_000_000, "peak_weight_bytes": 1_200_000, "peak_memory_bytes": 3 * 10**9}
+    report.ranks = [used, {**used, "bytes_read": 4_900_000}]
+    text = parsed(report_page(report)).text
+    for words in ("2; the same bytes come of one", "4.9 MB", "1.2 MB", "3 GB"):
+        assert words in text, words
+
+
+def test_a_model_in_memory_was_calibrated_by_its_author(report: Report) -> None:
+    report.details |= {"calibration": None, "options": {"in_memory": True}}
+    assert "by a loop of the author's" in parsed(report_page(report)).text
+
+
 def test_an_empty_report_is_a_page() -> None:
     page = parsed(report_page(Report("/out", "fp8", "llama")))
     assert "Not measured" in page.text
