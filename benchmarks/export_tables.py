@@ -35,6 +35,8 @@ class Result:
         seconds: Wall time.
         memory: Most resident bytes.
         made_by: The release that wrote the source checkpoint.
+        unread: Why this release of transformers itself does not load the checkpoint of an older one
+            that there was; one of its own was exported in its place.
         source: The digests of that.
         release: The release of transformers.
         machine: What else bytes depend on.
@@ -47,6 +49,7 @@ class Result:
     seconds: float = 0.0
     memory: int = 0
     made_by: str = ""
+    unread: str = ""
     source: str = ""
     release: str = ""
     machine: str = ""

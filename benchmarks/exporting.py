@@ -28,7 +28,7 @@ from export_tables import OK, REFUSED, Result
 from modelopt_lite import quantize_and_export
 from modelopt_lite.build import quiet_transformers
 from modelopt_lite.errors import ModelOptLiteError, RecipeError
-from modelopt_lite.models import get_spec
+from modelopt_lite.models import ModelSpec, get_spec
 from modelopt_lite.recipes import Recipe, load_recipe
 
 TOKENS = torch.arange(3, 3 + 4 * 16).reshape(4, 16)
@@ -78,22 +78,40 @@ def examine(
         return Result(why, expected=True)
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         source = (checkpoints or Path(folder)) / model_type
-        if not (source / "config.json").exists():
-            made = Path(folder) / "made"
-            if why := small_models.save(spec, made):
-                return Result(why, expected=why.startswith(small_models.EXPECTED))
-            source.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(made, source)
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        made_by = str(config.get("transformers_version", ""))
-        result = Result(made_by=made_by, source=digest(source))
-        for dialect, recipe in exports:
-            target = Path(folder) / "export"
-            key = f"{dialect}/{recipe}"
-            result.exports[key] = export(source, target, recipe, dialect)
-            if result.exports[key] == OK:
-                result.digests[key] = digest(target)
-            shutil.rmtree(target, ignore_errors=True)
+        result = examine_checkpoint(spec, source, exports, Path(folder))
+        older = result.made_by != transformers.__version__
+        if result.failed and older and (why := small_models.unread(source)):
+            own = source.with_name(f"{model_type}@{transformers.__version__}")
+            result = examine_checkpoint(spec, own, exports, Path(folder))
+            result.unread = why
+    return result
+
+
+def examine_checkpoint(
+    spec: ModelSpec, source: Path, exports: Sequence[tuple[str, str]], folder: Path
+) -> Result:
+    """Export the checkpoint in ``source``, which is made where there is none.
+
+    Args:
+        spec: That of its type.
+        source: Its folder.
+        exports: Pairs of dialect and recipe.
+        folder: For what is removed again.
+    """
+    if not (source / "config.json").exists():
+        made = folder / "made"
+        if why := small_models.save(spec, made):
+            return Result(why, expected=why.startswith(small_models.EXPECTED))
+        source.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(made, source)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    result = Result(made_by=str(config.get("transformers_version", "")), source=digest(source))
+    for dialect, recipe in exports:
+        target, key = folder / "export", f"{dialect}/{recipe}"
+        result.exports[key] = export(source, target, recipe, dialect)
+        if result.exports[key] == OK:
+            result.digests[key] = digest(target)
+        shutil.rmtree(target, ignore_errors=True)
     return result
 
 

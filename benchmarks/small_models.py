@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from modelopt_lite.build import cut_unread_rows, quiet_transformers
@@ -44,14 +45,15 @@ GIVEN_4: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {"text_config": _MROPE},
     "qwen3_vl_moe_text": _MROPE,
 }
-# What a release of transformers itself cannot do, by type and the start of its version.
-DEFECTS = {
-    ("glm4v", "4."): "its text model runs with a mask alone",
-    ("glm4v_moe", "4."): "its text model runs with a mask alone",
-    ("llama4", "5.24."): "it asks its text model's output for image_outputs, which is not there",
-    ("doge", "4."): "its experts return a pair, which its layers do not take apart",
-    ("gemma3n_text", "4."): "save_pretrained writes 'per_layer_model.language_model_projection'",
-}
+# What releases of transformers themselves cannot do, by type.
+DEFECTS = (
+    ("glm4v", "<5", "its text model runs with a mask alone"),
+    ("glm4v_moe", "<5", "its text model runs with a mask alone"),
+    ("llama4", "==5.24.*", "it asks its text model's output for image_outputs, which is not there"),
+    # Read: still so in 5.16.1, no longer in 5.18.0.
+    ("doge", "<5.17", "its experts return a pair, which its layers do not take apart"),
+    ("gemma3n_text", "<5", "save_pretrained writes 'per_layer_model.language_model_projection'"),
+)
 NO_DECODER = "predicts no next token"
 NEEDS_PACKAGES = "needs packages that are not installed"
 EXPECTED = (NO_DECODER, NEEDS_PACKAGES)  # no fault of ours, nor of a release
@@ -65,9 +67,9 @@ def absent(spec: ModelSpec) -> str:
     early = Version(transformers.__version__) < Version(spec.min_transformers_version or "0")
     if early or not known_here(spec.model_type):
         return f"not in transformers {transformers.__version__}"
-    for (model_type, start), why in DEFECTS.items():
-        if model_type == spec.model_type and transformers.__version__.startswith(start):
-            return f"a defect of transformers {start}x: {why}"
+    for model_type, releases, why in DEFECTS:
+        if model_type == spec.model_type and transformers.__version__ in SpecifierSet(releases):
+            return f"a defect of transformers {releases}: {why}"
     return ""
 
 
@@ -109,6 +111,22 @@ def build(spec: ModelSpec) -> Instance:
     if made:
         return made[0]
     raise errors[0]
+
+
+def unread(source: Path) -> str:
+    """Return why the installed transformers does not load a checkpoint whole, or nothing.
+
+    Weights that it would make up are a reason too: it goes on with them.
+    """
+    try:
+        with quiet_transformers():
+            config = transformers.AutoConfig.from_pretrained(source)
+            cls = getattr(transformers, config.architectures[0])
+            _, loading = cls.from_pretrained(source, output_loading_info=True)
+    except Exception as error:  # classes may raise anything
+        return told(error)
+    missing = sorted(map(str, loading["missing_keys"]))
+    return f"it takes nothing for {missing[0]!r} and {len(missing) - 1} more" if missing else ""
 
 
 def _forget_backends(config: Any) -> None:

@@ -68,13 +68,22 @@ def record(results: Mapping[str, Result], folder: Path = DOCS) -> None:
     """Add the digests of exports to versions.json in a folder, and make versions.md anew.
 
     What was measured with another torch, Python or instruction set, or of another checkpoint of the
-    type, is no measure of these and goes.
+    type, is no measure of these and goes. A release that does not read the checkpoint exported
+    another one, whose bytes say nothing: why it does not is kept.
     """
     path = folder / "versions.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for model_type, result in results.items():
+        if not result.digests:
+            continue
+        of_machine = known.setdefault(result.machine, {})
+        unread = of_machine.get(model_type, {}).get("unread", {})
+        unread.pop(result.release, None)
+        if result.unread:
+            if model_type in of_machine:
+                of_machine[model_type]["unread"] = {**unread, result.release: result.unread}
+            continue
         for key, digest in result.digests.items():
-            of_machine = known.setdefault(result.machine, {})
             before = of_machine.get(model_type, {})
             if before.get("source") != result.source:
                 before = {"source": result.source, "made_by": result.made_by, "exports": {}}
@@ -128,8 +137,8 @@ def table(known: Mapping[str, Mapping[str, Any]]) -> str:
         "small checkpoint of each type, which the oldest of these releases that has the type "
         f"wrote, is exported under each of them, on one machine ({machine}). `=`: all exports "
         "have the bytes that the oldest release gave them, tensors and configs; `-`: not "
-        f"exported; else how many of them differ. Of {_count(of_machine)} exports, {len(found)} "
-        "differ.",
+        "exported, or, as told below, not read; else how many of them differ. Of "
+        f"{_count(of_machine)} exports, {len(found)} differ.",
         "",
         f"| model type | checkpoint of | {' | '.join(releases)} |",
         f"| --- | --- |{' --- |' * len(releases)}",
@@ -142,6 +151,12 @@ def table(known: Mapping[str, Mapping[str, Any]]) -> str:
             cells.append(str(count or "=") if release in there else "-")
         lines.append(f"| {name} | {entry['made_by']} | {' | '.join(cells)} |")
     lines += ["", "## What differs, and why", "", *_told(found)]
+    lines += ["", "## What a release of transformers does not read", ""]
+    lines += [
+        f"- {name}, which {entry['made_by']} wrote: {why} ({release})"
+        for name, entry in sorted(of_machine.items())
+        for release, why in sorted(entry.get("unread", {}).items())
+    ] or ["Nothing."]
     return "\n".join(lines) + "\n"
 
 

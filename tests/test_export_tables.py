@@ -9,9 +9,14 @@ from pathlib import Path
 
 import export_all
 import export_tables
+import exporting
 import pytest
+import small_models
+import transformers
 import versions
 from export_tables import OK, REFUSED, Result
+
+from modelopt_lite.models import get_spec
 
 FP8, INT4 = "modelopt/fp8", "compressed-tensors/int4_weight_only"
 
@@ -103,6 +108,58 @@ def test_a_release_that_is_run_again_is_counted_once(tmp_path: Path) -> None:
         versions.record({"llama": exported("5.14.1", digest)}, tmp_path)
     [known] = json.loads((tmp_path / "versions.json").read_text()).values()
     assert known["llama"]["exports"][FP8] == {"cc bb": ["5.14.1"]}
+
+
+def test_a_release_that_does_not_read_a_checkpoint_is_told(tmp_path: Path) -> None:
+    """Its own checkpoint is another; what the older ones gave stays."""
+    versions.record({"aria": exported("4.57.6")}, tmp_path)
+    own = exported("5.6.2", "other bytes")
+    own.source, own.unread = "t", "it takes nothing for 'lm_head.weight' and 26 more"
+    versions.record({"aria": own, "doge": Result("a defect", True)}, tmp_path)
+    versions.record({"aria": exported("5.24.0")}, tmp_path)
+    text = (tmp_path / "versions.md").read_text()
+    assert "| aria | 4.57.6 | = | = |" in text
+    assert (
+        "- aria, which 4.57.6 wrote: it takes nothing for 'lm_head.weight' and 26 more (5.6.2)"
+        in text
+    )
+    versions.record({"aria": exported("5.6.2")}, tmp_path)
+    assert "| aria | 4.57.6 | = | = | = |" in (tmp_path / "versions.md").read_text()
+    assert "26 more" not in (tmp_path / "versions.md").read_text()
+
+
+def test_a_checkpoint_that_the_release_does_not_load_gives_way_to_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = get_spec("llama")
+    assert spec is not None
+    assert small_models.save(spec, tmp_path / "llama") == ""
+    config = json.loads((tmp_path / "llama" / "config.json").read_text())
+    older = {**config, "transformers_version": "4.57.0", "num_hidden_layers": 9}
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(older))
+    exports = [("modelopt", "fp8")]
+    result = exporting.examine("llama", exports, tmp_path)
+    assert result.exports == {FP8: OK}
+    assert "takes nothing for 'model.layers." in result.unread
+    assert (tmp_path / f"llama@{transformers.__version__}" / "config.json").exists()
+    # A fault of ours is no reason: transformers reads the checkpoint.
+    (tmp_path / "llama" / "config.json").write_text(
+        json.dumps({**config, "transformers_version": "4.57.0"})
+    )
+    monkeypatch.setattr(exporting, "export", lambda *_: "AuditError: broken")
+    result = exporting.examine("llama", exports, tmp_path)
+    assert result.failed
+    assert result.unread == ""
+
+
+@pytest.mark.parametrize(("release", "told"), [("5.24.1", True), ("5.25.0", False)])
+def test_defects_are_of_some_releases(
+    release: str, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = get_spec("llama4")
+    assert spec is not None
+    monkeypatch.setattr(transformers, "__version__", release)
+    assert small_models.absent(spec).startswith("a defect of transformers ==5.24.*") == told
 
 
 def test_types_with_experts_come_first_and_strangers_are_refused() -> None:
