@@ -145,7 +145,7 @@ def table(known: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
         f"| --- |{' --- |' * len(releases)}",
     ]
     for name in types:
-        cells = " | ".join(_cell(known[release].get(name, {})) for release in releases)
+        cells = " | ".join(_cell(known[release].get(name)) for release in releases)
         lines.append(f"| {name} | {cells} |")
     for title, states in (("fails", ("failed",)), ("is refused", ("refused",))):
         lines += ["", f"## What {title}, and why", "", *_reasons(known, releases, types, states)]
@@ -154,7 +154,9 @@ def table(known: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell(got: Mapping[str, str]) -> str:
+def _cell(got: Mapping[str, str] | None) -> str:
+    if got is None:
+        return _MARKS["not run"]
     if not any(got):
         return "-"
     parts = []

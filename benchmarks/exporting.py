@@ -32,7 +32,7 @@ from modelopt_lite.models import ModelSpec, get_spec
 from modelopt_lite.recipes import Recipe, load_recipe
 
 TOKENS = torch.arange(3, 3 + 4 * 16).reshape(4, 16)
-REPORT = "modelopt_lite_report.json"  # names the release that made it
+REPORTS = ("modelopt_lite_report.json", "report.html")  # name the release that made them
 
 
 def work(
@@ -148,7 +148,7 @@ def digest(folder: Path) -> str:
     """Return what tells whether an export is another's to the byte: of tensors, of the rest."""
     tensors, rest = hashlib.sha256(), hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != REPORT:
+        if path.is_file() and path.name not in REPORTS:
             kind = tensors if path.suffix == ".safetensors" else rest
             kind.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return f"{tensors.hexdigest()[:12]} {rest.hexdigest()[:12]}"

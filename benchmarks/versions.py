@@ -74,29 +74,37 @@ def record(results: Mapping[str, Result], folder: Path = DOCS) -> None:
     path = folder / "versions.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for model_type, result in results.items():
-        if not result.digests:
+        of_machine = known.get(result.machine, {})
+        if model_type in of_machine and (result.unread or result.why):
+            _forget(of_machine[model_type], result.release)
+        if result.unread and model_type in of_machine:
+            of_machine[model_type].setdefault("unread", {})[result.release] = result.unread
+        if result.unread or not result.digests:
             continue
         of_machine = known.setdefault(result.machine, {})
-        unread = of_machine.get(model_type, {}).get("unread", {})
-        unread.pop(result.release, None)
-        if result.unread:
-            if model_type in of_machine:
-                of_machine[model_type]["unread"] = {**unread, result.release: result.unread}
-            continue
+        of_machine.get(model_type, {}).get("unread", {}).pop(result.release, None)
         for key, digest in result.digests.items():
             before = of_machine.get(model_type, {})
             if before.get("source") != result.source:
                 before = {"source": result.source, "made_by": result.made_by, "exports": {}}
             of_machine[model_type] = before
-            found = before["exports"].setdefault(key, {})
-            for releases in found.values():
-                if result.release in releases:
-                    releases.remove(result.release)
+            found = _without(before["exports"].get(key, {}), result.release)
+            before["exports"][key] = found
             found[digest] = sorted({*found.get(digest, ()), result.release}, key=Version)
-            before["exports"][key] = {d: releases for d, releases in found.items() if releases}
     known = {name: known[name] for name in list(known)[-1:]}
     path.write_text(dumps(known), encoding="utf-8")
     (folder / "versions.md").write_text(table(known), encoding="utf-8")
+
+
+def _forget(entry: dict[str, Any], release: str) -> None:
+    """Remove what a release gave: it cannot export the checkpoint any more."""
+    left = {key: _without(found, release) for key, found in entry["exports"].items()}
+    entry["exports"] = {key: found for key, found in left.items() if found}
+
+
+def _without(found: Mapping[str, list[str]], release: str) -> dict[str, list[str]]:
+    left = {digest: [r for r in releases if r != release] for digest, releases in found.items()}
+    return {digest: releases for digest, releases in left.items() if releases}
 
 
 def differences(of_machine: Mapping[str, Any]) -> Iterator[Difference]:
