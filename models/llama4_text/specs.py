@@ -26,8 +26,7 @@ SPEC = register(
             expert_linear_names=("gate_up_proj", "down_proj"),
             fused_expert_names=True,
         ),
-        # As transformers had it up to 5.22.
-        ep_spec=EPSpec(
+        ep_spec=EPSpec(  # as transformers had it up to 5.22
             base_model_ep_plan={
                 "layers.*.feed_forward.experts.gate_up_proj": "grouped_gemm",
                 "layers.*.feed_forward.experts.down_proj": "grouped_gemm",
