@@ -27,10 +27,9 @@ def expert_reads(job: Job) -> tuple[int, int]:
     # Passes run through the quantized layer: parts come in again, and get what was chosen.
     passes = 1 + algorithm.sequential
     parents = {unit.name: unit.parent or unit.name for unit in job.plan.units}
-    place = {unit.name: number for number, unit in enumerate(job.plan.units)}
     seen: set[tuple[str, str]] = set()
     times: dict[str, int] = {}
-    for m in sorted(job.plan.matrices, key=lambda m: place[m.unit]):
+    for m in job.plan.matrices:
         if m.unit in parts:
             fmt = FORMATS[m.format]
             chosen = 0 if apart and algorithm.problem(fmt) else algorithm.reads(fmt)

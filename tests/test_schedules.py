@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from modelopt_lite import export_hf, quantize, quantize_and_export
 from modelopt_lite.budgets import Schedule
+from modelopt_lite.calibrate.algorithm import Choices, Each, Weight, here
+from modelopt_lite.calibrate.awq import AWQLite
 from modelopt_lite.job import Job, split_layers
 from modelopt_lite.offload import Unit
 from modelopt_lite.offload.prefetch import Prefetcher
@@ -272,3 +274,33 @@ def test_every_expert_sees_every_token_in_parts(
     schedule(monkeypatch, in_parts(3))
     parts = run(source, tmp_path / "b", token_batches, moe_calibrate_all_experts=True)
     assert parts == whole
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_moe"])
+def test_what_shares_a_scale_is_summed_in_one_order(
+    kind: str,
+    checkpoint: MakeCheckpoint,
+    token_batches: list[torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shared experts lie in the layer, the others in units of their own: sums would differ."""
+    source = checkpoint(kind, hidden_size=128, moe_intermediate_size=128)
+    choose, orders = AWQLite.choose, []
+
+    def noted(self: AWQLite, weights: Sequence[Weight], each: Each = here) -> Choices:
+        order.append([weight.key for weight in weights])
+        return choose(self, weights, each)
+
+    monkeypatch.setattr(AWQLite, "choose", noted)
+    for name, size in (("whole", None), ("parts", 1)):
+        if size is not None:
+            schedule(monkeypatch, in_parts(size))
+        order: list[list[tuple[str, int | None]]] = []
+        options: dict[str, Any] = {"recipe": "int4_awq", "on_bad_shape": "skip"}
+        quantize_and_export(
+            source, export_dir=tmp_path / name, calib_data=token_batches, progress=False, **options
+        )
+        orders.append(order)
+    assert any(len(keys) > 4 for keys in orders[0])
+    assert sorted(orders[0]) == sorted(orders[1])

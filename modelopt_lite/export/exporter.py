@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -42,16 +43,20 @@ class _Destination:
     def __init__(self, plan: Plan, prefix: str, whole: Mapping[str, str]) -> None:
         self.plan = plan
         self.prefix = prefix
-        self.matrices: dict[str, list[Matrix]] = {}
+        self._numbered: dict[str, list[tuple[int, Matrix]]] = {}
         self.scaled: dict[str, list[Matrix]] = {}
-        for matrix in plan.matrices:
-            self.matrices.setdefault(matrix.unit, []).append(matrix)
+        for number, matrix in enumerate(plan.matrices):
+            self._numbered.setdefault(matrix.unit, []).append((number, matrix))
             if matrix.input_group is not None:  # what its peers read is known with the whole layer
                 self.scaled.setdefault(whole[matrix.unit], []).append(matrix)
 
     def of_units(self, units: Sequence[str]) -> list[Matrix]:
-        """The matrices of some units, in the units' order."""
-        return [matrix for name in units for matrix in self.matrices.get(name, ())]
+        """The matrices of some units, in the plan's order: sums over them depend on it.
+
+        A layer whose experts are units of their own thus gives what it gives as a whole.
+        """
+        found = [numbered for name in units for numbered in self._numbered.get(name, ())]
+        return [matrix for _, matrix in sorted(found, key=itemgetter(0))]
 
     def input_outputs(self, matrix: Matrix) -> dict[str, Output]:
         """The tensors that stand for the scale of a matrix's inputs."""
@@ -287,7 +292,7 @@ class Exporter:
     def export_rest(self, units: Sequence[Unit]) -> None:
         """Write what no forward pass brought in: units that did not run, and foreign tensors."""
         for unit in units:
-            matrices = self._destinations[-1].matrices.get(unit.name, [])
+            matrices = self._destinations[-1].of_units([unit.name])
             missing = [m for m in matrices if not self._is_written(m)]
             if missing:
                 names = dict.fromkeys(m.source for m in missing)
