@@ -98,8 +98,35 @@ def test_options_are_those_of_the_library() -> None:
     assert {f.name: f.default for f in dataclasses.fields(RunOptions)} == wanted
 
 
+def processor_seconds(code: str, runs: int) -> float:
+    """Return the least processor time that a new interpreter takes; tests run on busy machines."""
+    # Compiled by the first run, as an installed package is.
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    seconds = []
+    for _ in range(runs):
+        start = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=env,
+            check=False,
+        )
+        end = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0, done.stderr
+        seconds.append(end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime)
+    return min(seconds)
+
+
+@pytest.fixture(scope="module")
+def torch_seconds() -> float:
+    """What importing torch takes on this machine."""
+    return processor_seconds("import torch", 2)
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["specs", "list"], ["recipes", "list"]])
-def test_answers_at_once(arguments: list[str]) -> None:
+def test_answers_at_once(arguments: list[str], torch_seconds: float) -> None:
     code = (
         "import sys\n"
         "from modelopt_lite.cli import app\n"
@@ -107,17 +134,7 @@ def test_answers_at_once(arguments: list[str]) -> None:
         "heavy = {'torch', 'transformers', 'numpy', 'accelerate'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
-    seconds = []
-    for _ in range(3):
-        # Time of the processor: tests may run on a busy machine.
-        start = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
-        )
-        end = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert done.returncode == 0, done.stderr
-        seconds.append(end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime)
-    assert min(seconds) < 0.5
+    assert processor_seconds(code, 3) < torch_seconds / 2  # a quarter of it as a rule
 
 
 def test_version_and_module() -> None:
