@@ -18,7 +18,7 @@ from modelopt_lite.export.quantize import check_finite
 from modelopt_lite.job import Job
 from modelopt_lite.offload.store import Rooms
 from modelopt_lite.offload.units import Unit
-from modelopt_lite.process import compute_on
+from modelopt_lite.process import compute_on, threads_beside
 from modelopt_lite.progress import Progress
 from modelopt_lite.resume import UnitLog
 from modelopt_lite.tensor_units import UNIT_BYTES
@@ -123,9 +123,7 @@ def quantizer_count(device: torch.device) -> int:
     Each computes on one thread, as what it does at a time is too little to share. Reading, writing
     and the interpreter take the rest of the processor. An accelerator serves one at a time anyway.
     """
-    return (
-        1 if device.type != "cpu" else min(max(1, torch.get_num_threads() // 2), _MOST_QUANTIZERS)
-    )
+    return 1 if device.type != "cpu" else min(threads_beside(), _MOST_QUANTIZERS)
 
 
 def _ahead(

@@ -50,12 +50,23 @@ def dense_products(module: nn.Module, rows_SH: Tensor, expert_S: Tensor) -> Tens
         rows_SH: Rows of some of its experts, one expert's after another's.
         expert_S: The expert of each.
     """
+    forward = type(module).forward
+    return by_expert(lambda number, x_NH: forward(_alone(module, number), x_NH), rows_SH, expert_S)
+
+
+def by_expert(
+    product: Callable[[int, Tensor], Tensor], rows_SH: Tensor, expert_S: Tensor
+) -> Tensor:
+    """Return the products [S, H] of rows that lie one expert's after another's.
+
+    Args:
+        product: Takes an expert's number and its rows [N, H].
+        rows_SH: The rows.
+        expert_S: The expert of each.
+    """
     numbers, counts = torch.unique_consecutive(expert_S, return_counts=True)
     pieces = rows_SH.split(counts.tolist())
-    found = [
-        type(module).forward(_alone(module, number), x_NH)
-        for number, x_NH in zip(numbers.tolist(), pieces, strict=True)
-    ]
+    found = [product(*one) for one in zip(numbers.tolist(), pieces, strict=True)]
     return torch.cat([rows_SH[:0], *found])
 
 

@@ -15,17 +15,18 @@ OWNER = "owner"  # in a held folder: the process that has it, for messages alone
 
 
 @contextmanager
-def held(folder: Path, busy: str) -> Iterator[None]:
+def held(folder: Path, doing: str, choose: str) -> Iterator[None]:
     """Make a folder and hold it against other processes that do.
 
     Args:
         folder: The block may remove it.
-        busy: What to say where another process has it; ``{}`` stands for that process.
+        doing: What another process does where that has it, for the message.
+        choose: What else to choose, for the message.
 
     Raises:
         OutputError: Another process has it, or it cannot be made.
     """
-    fd = _hold(folder, busy)
+    fd = _hold(folder, doing, choose)
     try:
         with suppress(OSError):
             owner = f"{os.getpid()} {platform.node()}\n"
@@ -50,7 +51,7 @@ def awaited(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _hold(folder: Path, busy: str) -> int:
+def _hold(folder: Path, doing: str, choose: str) -> int:
     """Return a descriptor that holds the folder; it is made where it is not there.
 
     A process that ends may remove the folder: whoever opened it before would hold what is gone,
@@ -73,7 +74,9 @@ def _hold(folder: Path, busy: str) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(fd)
-            raise OutputError(busy.format(_owner_of(folder))) from error
+            raise OutputError(
+                f"another run{_owner_of(folder)} {doing}; wait for it, or choose another {choose}"
+            ) from error
         except OSError:
             pass  # a file system without locks
         if _is_at(fd, folder):

@@ -192,11 +192,7 @@ def _work_folder(target: Path) -> Path:
 
 def _locked(work: Path, target: Path) -> AbstractContextManager[None]:
     """Hold the folder of a run against other runs."""
-    name = str(target).replace("{", "{{").replace("}", "}}")
-    return held(
-        work,
-        f"another run{{}} is writing {name}; wait for it, or choose another export_dir",
-    )
+    return held(work, f"is writing {target}", "export_dir")
 
 
 def _empty(folder: Path) -> None:

@@ -29,6 +29,7 @@ from modelopt_lite.offload.stream import StreamedModel
 from modelopt_lite.offload.units import Unit, output_head
 from modelopt_lite.offload.waiting import Waiting
 from modelopt_lite.plan import Plan
+from modelopt_lite.process import threads_beside
 from modelopt_lite.progress import Progress
 from modelopt_lite.ranks.crew import Alone
 from modelopt_lite.resume import UnitLog
@@ -73,7 +74,7 @@ def run_calibrated(
         skipped = stack.enter_context(without_head(model, plan))
         units = [unit for unit in job.own_units if unit.name not in skipped]
         # A search takes as many threads wherever it runs: sums in products depend on their number.
-        threads = None if searches else max(1, torch.get_num_threads() // 2)
+        threads = None if searches else threads_beside()
         behind = stack.enter_context(OneBehind(overlapped=schedule.overlapped, threads=threads))
         tell = _counted(progress, len(units))
         walk = _Walk(model, exporter, sink, log, watch, watched, behind, tell, crew)

@@ -70,6 +70,13 @@ def use_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def threads_beside() -> int:
+    """Return how many of torch's threads quantizing takes beside other work: half of them."""
+    import torch
+
+    return max(1, torch.get_num_threads() // 2)
+
+
 def compute_on(threads: int) -> None:
     """Have torch run what the calling thread computes on so many threads, its own among them.
 

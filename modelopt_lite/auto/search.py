@@ -189,11 +189,8 @@ class Search:
         Raises:
             OutputError: Another process searches in the same folder, or it cannot be written.
         """
-        with held(
-            self.folder,
-            "another run{} searches for formats in the search_dir of this one; wait for it, or "
-            "choose another (--search-dir)",
-        ):
+        doing = "searches for formats in the search_dir of this one"
+        with held(self.folder, doing, "(--search-dir)"):
             return self.saved() or self._run()
 
     def _run(self) -> Scores:

@@ -111,16 +111,15 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         Of a's dtype, [..., M, R]; at most half a step of it, and the float32 sum's error, off.
     """
-    if b.ndim == 2:
-        rows, leading = a.reshape(-1, a.shape[-1]), a.shape[:-2]
-        product = a.new_empty(len(rows), b.shape[1])
-        added = None if bias is None else bias.expand(*a.shape[:-1], b.shape[1])
-        _into(product, rows, b, None if added is None else added.reshape(product.shape))
-        return product.view(*a.shape[:-1], b.shape[1])
     leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     product = a.new_empty(*leading, a.shape[-2], b.shape[-1])
-    a, b = a.expand(*leading, *a.shape[-2:]), b.expand(*leading, *b.shape[-2:])
     added = None if bias is None else bias.expand(product.shape)
+    if b.ndim == 2:  # all rows at once
+        rows = a.reshape(-1, a.shape[-1])
+        flat = None if added is None else added.reshape(-1, b.shape[1])
+        _into(product.view(-1, b.shape[1]), rows, b, flat)
+        return product
+    a, b = a.expand(*leading, *a.shape[-2:]), b.expand(*leading, *b.shape[-2:])
     for index in itertools.product(*map(range, leading)):
         _into(product[index], a[index], b[index], None if added is None else added[index])
     return product

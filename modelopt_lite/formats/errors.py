@@ -26,7 +26,12 @@ class ErrorReport:
     @property
     def sqnr(self) -> float:
         """Signal over quantization noise in decibels; infinite without an error."""
-        return -20 * math.log10(self.relative) if self.relative else math.inf
+        return decibels(self.relative)
+
+
+def decibels(relative: float) -> float:
+    """Return signal over noise of a relative error, in decibels; infinite for none."""
+    return -20 * math.log10(relative) if relative else math.inf
 
 
 class ErrorSums:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from pathlib import Path
 
+from modelopt_lite.formats.errors import decibels
 from modelopt_lite.report import Report
 from modelopt_lite.words import counted
 
@@ -42,7 +42,7 @@ def errors_text(report: Report) -> str:
 
 def relative_text(error: float) -> str:
     """Return a relative error, and the same in decibels of signal over noise."""
-    return f"{error:.4f} ({-20 * math.log10(error):.1f} dB)" if error > 0 else f"{error:.4f}"
+    return f"{error:.4f} ({decibels(error):.1f} dB)" if error > 0 else f"{error:.4f}"
 
 
 def experts_text(report: Report) -> str:

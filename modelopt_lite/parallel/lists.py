@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_lite.dense_experts import by_expert
 from modelopt_lite.errors import SpecError
 
 Products = Callable[[dict[int, Tensor]], Tensor]
@@ -113,10 +114,9 @@ def listed_products(experts: nn.ModuleList, rows_SH: Tensor, expert_S: Tensor) -
         rows_SH: One expert's rows after another's.
         expert_S: The expert of each.
     """
-    numbers, counts = torch.unique_consecutive(expert_S, return_counts=True)
-    pieces = rows_SH.split(counts.tolist())
-    found = [
-        type(experts[number]).forward(experts[number], x_SH)
-        for number, x_SH in zip(numbers.tolist(), pieces, strict=True)
-    ]
-    return torch.cat([rows_SH[:0], *found])
+
+    def product(number: int, x_NH: Tensor) -> Tensor:
+        found: Tensor = type(experts[number]).forward(experts[number], x_NH)
+        return found
+
+    return by_expert(product, rows_SH, expert_S)
