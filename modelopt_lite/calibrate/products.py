@@ -105,8 +105,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of a, b and bias, in their shapes; None where none is asked for."""
+        [gradient] = gradients
         (a, b), (for_a, for_b, for_bias) = ctx.saved_tensors, ctx.needs_input_grad
         of_a = multiply(gradient, b.mT).sum_to_size(a.shape) if for_a else None
         of_bias = gradient.sum_to_size(ctx.added) if for_bias else None
