@@ -203,7 +203,7 @@ def main() -> None:
         scores = search.run()
         chosen, said_of_it = search.chosen(scores)
         print(said_of_it, flush=True)
-        with eager_experts(search.job.model):
+        with eager_experts(search.job.model), search.job.products():
             whole = Whole(search, args.tokens, args.seq_len)
             print(f"{sum(map(len, whole.blocks)):,} tokens of held-out text; nats a token")
             if not args.in_memory:

@@ -37,11 +37,11 @@ from transformers.utils import logging
 
 from modelopt_lite import perplexity, quantize_and_export
 from modelopt_lite.checkpoint.dequant import open_source
-from modelopt_lite.dialects.engines import ENGINES, Verdict, verdict
+from modelopt_lite.dialects.engines import ENGINES, verdict
 from modelopt_lite.dialects.known import DIALECTS
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.formats.linear import FORMATS
-from modelopt_lite.recipes import load_recipe, preset_names
+from modelopt_lite.recipes import Recipe, load_recipe, preset_names
 
 VOCABULARY = 256
 NATS = 0.02  # how far mean log-probabilities with rounded inputs may lie apart
@@ -216,16 +216,31 @@ def table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def answer(engine: str, dialect: str, recipe: Recipe) -> tuple[str, str]:
+    """Return what an engine does with a recipe's exports, and its rule where it may refuse one."""
+    fmt = FORMATS[recipe.formats[0]]
+    if recipe.algorithm.rank:
+        found = verdict(engine, dialect, fmt, beside="factors")
+    else:
+        found = verdict(engine, dialect, fmt)
+        if recipe.algorithm.smooths and found.answer == "loads":
+            kept = verdict(engine, dialect, fmt, beside="scale").rule
+            if dialect != "modelopt":
+                kept = "this package refuses the dialect"
+            return "loads after folding", f"where a scale stays beside a matrix: {kept}"
+    if found.answer == "refused":
+        return "refused", found.rule
+    return {"loads": "loads", "unknown": "?"}[found.answer], ""
+
+
 def answers() -> str:
     """Preset x dialect x engine."""
     notes: list[str] = []
 
-    def cell(found: Verdict) -> str:
-        if found.answer != "refused":
-            return {"loads": "loads", "unknown": "?"}[found.answer]
-        if found.rule not in notes:
-            notes.append(found.rule)
-        return f"refused [{notes.index(found.rule) + 1}]"
+    def cell(word: str, rule: str) -> str:
+        if rule and rule not in notes:
+            notes.append(rule)
+        return f"{word} [{notes.index(rule) + 1}]" if rule else word
 
     rows = []
     for preset in settled_presets():
@@ -237,12 +252,9 @@ def answers() -> str:
             if recipe.algorithm.rank and (problem := held.factors_problem()):
                 problems.append(problem)
             if problems:
-                cells = [cell(Verdict("refused", f"by this package: {problems[0]}"))] * len(ENGINES)
+                cells = [cell("refused", f"by this package: {problems[0]}")] * len(ENGINES)
             else:
-                found = [verdict(e, dialect, fmts[0]) for e in ENGINES]
-                if recipe.algorithm.smooths:
-                    found = [Verdict("unknown") if v.answer == "loads" else v for v in found]
-                cells = [cell(v) for v in found]
+                cells = [cell(*answer(engine, dialect, recipe)) for engine in ENGINES]
             rows.append((preset, dialect, *cells))
     listed = "\n".join(f"{number}. {rule}" for number, rule in enumerate(notes, 1))
     return f"{table(('preset', 'dialect', *ENGINES), rows)}\n\n{listed}"
@@ -263,10 +275,9 @@ Made by `nox -s clients` and `nox -s served`; do not edit.
 What vLLM 0.32.0, SGLang 0.5.23, TensorRT-LLM and transformers 5.14.1 do with the linear layers of
 an export. "?" means that no source of theirs was found to say so and nothing was run. Presets
 that search scales of input channels (AWQ, SmoothQuant) leave a `pre_quant_scale` where no norm or
-linear takes it up, and SVDQuant leaves one and two factors beside each matrix. What engines do with
-them was not examined, so none counts as loading them; the compressed-tensors dialect refuses them
-when a run is planned. `quantize` notes where no engine is known to load a format in the chosen
-dialect.
+linear takes it up ("loads after folding": where all are taken up, which `plan` tells), and SVDQuant
+leaves one and two factors beside each matrix. No engine is known to load either; `quantize`
+says so, as it does of each format that none is known to load in the chosen dialect.
 
 {answers()}
 

@@ -178,6 +178,13 @@ class Plan:
         """Whether some scale of inputs stays in the export, as ``pre_quant_scale``."""
         return any(m.keeps_scale for m in self.matrices)
 
+    @property
+    def beside(self) -> str:
+        """What the modelopt dialect keeps beside matrices: ``scale``, ``factors``, or nothing."""
+        if any(m.keeps_factors for m in self.matrices):
+            return "factors"
+        return "scale" if self.keeps_scales else ""
+
 
 def make_plan(
     structure: Structure,

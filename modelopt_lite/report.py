@@ -48,6 +48,7 @@ class Report:
         ranks: Of several processes, what each read, its peak of weights and that of its memory.
         details: Fingerprints and versions that the bytes depend on.
         dialects: Names of the export's dialects.
+        beside: What the modelopt dialect keeps beside matrices: ``scale``, ``factors``, or nothing.
         recipe_text: The recipe as YAML.
         command: What does the same again on the command line; empty for a model in memory.
         calibrated_with: Options that choose the calibration data, where those are no batches.
@@ -82,6 +83,7 @@ class Report:
     ranks: list[dict[str, int]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     dialects: list[str] = field(default_factory=list)
+    beside: str = ""
     recipe_text: str = ""
     command: str = ""
     calibrated_with: dict[str, Any] = field(default_factory=dict)

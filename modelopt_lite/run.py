@@ -196,6 +196,7 @@ def fill_report(
     """Write into a report what a run saw and did."""
     plan = job.plan
     report.dialects = [p.dialect.name for p in job.plans.values()]
+    report.beside = plan.beside
     report.recipe_text = recipe_text(plan.recipe)
     report.export_bytes = layout.total_size
     first = next(iter(layout.parts.values()))

@@ -133,7 +133,7 @@ def _forward(
         tell(f"forward {loaded.unit.name}")
 
     def forward(ids_BT: Tensor) -> None:
-        with streamed.rows, watch, torch.enable_grad():
+        with streamed.rows, job.products(), watch, torch.enable_grad():
             logits_BTV = _logits(model, ids_BT)
         if logits_BTV is not None:
             torch.autograd.backward([logits_BTV], [loss_gradient(logits_BTV, ids_BT)])
@@ -210,8 +210,9 @@ class _Scorer:
             with watch, model_code(model):
                 return layer(*args, **kwargs)
 
-        for call in calls:
-            tape.back(call, forward)
+        with job.products():  # also where `_score` multiplies
+            for call in calls:
+                tape.back(call, forward)
 
     def scores(self) -> Scores:
         """Return the sums.

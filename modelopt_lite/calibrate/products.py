@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 # Position of (input, weight) among the arguments of every product that may hold a weight.
@@ -36,7 +37,7 @@ _ROOMS: list[Tensor] = []  # memory for blocks, for as many as multiply at a tim
 def fast_products(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which products of half precision take float32's time, where that is less.
 
-    Only products without gradients are concerned, and only on a CPU.
+    Gradients pass through them, and are products of the same kind. Only a CPU is concerned.
     """
     slow = slow_dtypes() if device.type == "cpu" else frozenset()
     return _InFloat32(slow) if slow else nullcontext()
@@ -75,10 +76,14 @@ class _InFloat32(TorchFunctionMode):
         """Look at one torch function call."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in OPERANDS and not torch.is_grad_enabled():
+        if name in OPERANDS:
             a, b, bias, others = _operands(name, args, kwargs)
             if not others and self._slow(a, b):
-                return multiply(a, b.mT if name == "linear" else b, bias)
+                b = b.mT if name == "linear" else b
+                wanted = torch.is_grad_enabled() and any(
+                    t is not None and t.requires_grad for t in (a, b, bias)
+                )
+                return _Product.apply(a, b, bias) if wanted else multiply(a, b, bias)
         return func(*args, **kwargs)
 
     def _slow(self, a: Any, b: Any) -> bool:
@@ -86,6 +91,31 @@ class _InFloat32(TorchFunctionMode):
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or min(a.ndim, b.ndim) < 2:
             return False
         return a.dtype is b.dtype and a.dtype in self._dtypes and a.device.type == "cpu"
+
+
+class _Product(torch.autograd.Function):
+    """`multiply` with gradients, each summed in float32 and rounded once, too."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply, and keep both operands as they are."""
+        ctx.save_for_backward(a, b)
+        ctx.added = None if bias is None else bias.shape
+        return multiply(a, b, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of a, b and bias, in their shapes; None where none is asked for."""
+        (a, b), (for_a, for_b, for_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        of_a = multiply(gradient, b.mT).sum_to_size(a.shape) if for_a else None
+        of_bias = gradient.sum_to_size(ctx.added) if for_bias else None
+        of_b = None
+        if for_b and b.ndim == 2:
+            of_b = multiply(a.flatten(0, -2).mT, gradient.flatten(0, -2))
+        elif for_b:
+            of_b = multiply(a.mT, gradient).sum_to_size(b.shape)
+        return of_a, of_b, of_bias
 
 
 def _operands(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from modelopt_lite.dialects.compressed_tensors import CompressedTensors
-from modelopt_lite.dialects.modelopt import ModelOpt
+from modelopt_lite.dialects.modelopt import ModelOpt, algo_name
 from modelopt_lite.formats import nvfp4
 from modelopt_lite.formats.linear import FORMATS, LinearFormat
 
@@ -77,9 +77,18 @@ _JOINED = ("int4_weight_only", "int8_weight_only")
 _STATIC_EXPERTS = (CompressedTensors.name, "vLLM", "int8")
 # Where the name of a format is known and its blocks are not.
 _BLOCKS = "blocks of NVFP4 have 16 elements, not {block}"
+# What one engine takes by this name; whether it applies the scales was not examined.
+_WITH_SCALES = ((ModelOpt.name, "SGLang"), "NVFP4_AWQ")
 
 
-def verdict(engine: str, dialect: str, fmt: LinearFormat, *, experts: bool = False) -> Verdict:
+def verdict(
+    engine: str,
+    dialect: str,
+    fmt: LinearFormat,
+    *,
+    experts: bool = False,
+    beside: str = "",
+) -> Verdict:
     """Return what an engine does with a format in a dialect.
 
     Args:
@@ -87,7 +96,20 @@ def verdict(engine: str, dialect: str, fmt: LinearFormat, *, experts: bool = Fal
         dialect: Name of the dialect.
         fmt: The format.
         experts: The model has experts in that format, not only linear layers.
+        beside: What stands beside matrices in the modelopt dialect: ``scale`` (of the channels of
+            inputs), ``factors`` (with such a scale), or nothing.
     """
+    plain = _plain(engine, dialect, fmt, experts)
+    if not beside or dialect != ModelOpt.name or plain.answer != "loads":
+        return plain
+    algo, rule = algo_name(fmt, beside), _REFUSING.get((dialect, engine))
+    if rule and algo != fmt.quant_algo and ((dialect, engine), algo) != _WITH_SCALES:
+        return Verdict("refused", rule.format(algo=algo))
+    return Verdict("unknown", f"whether it applies the {beside} beside a matrix is not known")
+
+
+def _plain(engine: str, dialect: str, fmt: LinearFormat, experts: bool) -> Verdict:
+    """What an engine does where nothing stands beside a matrix."""
     if experts and (dialect, engine) == _JOINING and fmt.family not in _JOINED:
         return Verdict("refused", "transformers 5 joins experts, and decompresses words alone")
     if experts and (dialect, engine, fmt.name) == _STATIC_EXPERTS:
@@ -107,6 +129,6 @@ def verdict(engine: str, dialect: str, fmt: LinearFormat, *, experts: bool = Fal
     return Verdict("refused", rule.format(algo=fmt.quant_algo, block=fmt.group_size))
 
 
-def loading(dialect: str, fmt: LinearFormat) -> list[str]:
+def loading(dialect: str, fmt: LinearFormat, beside: str = "") -> list[str]:
     """Return the engines that are known to load a format in a dialect."""
-    return [e for e in ENGINES if verdict(e, dialect, fmt).answer == "loads"]
+    return [e for e in ENGINES if verdict(e, dialect, fmt, beside=beside).answer == "loads"]

@@ -149,13 +149,16 @@ def _layer(fmt: LinearFormat, contents: Contents) -> dict[str, Any]:
     return layer
 
 
-def _algo(fmt: LinearFormat, contents: Contents) -> str:
+def algo_name(fmt: LinearFormat, beside: str = "") -> str:
     """Name of a format; NVFP4 has another with factors, or with scales of inputs' channels."""
-    if fmt.name != "nvfp4":
-        return fmt.quant_algo
+    names = {"scale": "NVFP4_AWQ", "factors": "NVFP4_SVD"} if fmt.name == "nvfp4" else {}
+    return names.get(beside, fmt.quant_algo)
+
+
+def _algo(fmt: LinearFormat, contents: Contents) -> str:
     if contents.rank:
-        return "NVFP4_SVD"
-    return "NVFP4_AWQ" if contents.pre_quant_scale else fmt.quant_algo
+        return algo_name(fmt, "factors")
+    return algo_name(fmt, "scale" if contents.pre_quant_scale else "")
 
 
 def _layers(contents: Contents) -> dict[str, dict[str, Any]]:

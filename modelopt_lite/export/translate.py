@@ -13,6 +13,12 @@ from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.plan import Matrix, Plan
 from modelopt_lite.words import counted
 
+_WITH = {
+    "": "",
+    "scale": " with a pre_quant_scale beside a matrix",
+    "factors": " with low-rank factors beside a matrix",
+}
+
 
 def translate(plan: Plan, dialect: Dialect) -> Plan:
     """Return a plan of the modelopt dialect as one of another.
@@ -36,10 +42,10 @@ def translate(plan: Plan, dialect: Dialect) -> Plan:
         dialect=dialect,
     )
     translated.notes += [
-        f"no engine is known to load the format {fmt.name!r} in the dialect {dialect.name!r} "
-        "(docs/clients.md); choose another to serve the export"
+        f"no engine is known to load the format {fmt.name!r}{_WITH[plan.beside]} in the dialect "
+        f"{dialect.name!r} (docs/clients.md); choose another to serve the export"
         for fmt in plan.formats
-        if not loading(dialect.name, fmt)
+        if not loading(dialect.name, fmt, plan.beside)
     ]
     return translated
 

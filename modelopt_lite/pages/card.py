@@ -166,7 +166,10 @@ def _engines(report: Report, dialect: str) -> str:
     formats = [FORMATS[name] for name in dict.fromkeys(report.quantized.values())]
     rows, serve = [], []
     for engine in ENGINES:
-        found = [(fmt, verdict(engine, dialect, fmt, experts=experts)) for fmt in formats]
+        found = [
+            (fmt, verdict(engine, dialect, fmt, experts=experts, beside=report.beside))
+            for fmt in formats
+        ]
         rules = [f"`{fmt.name}`: {v.rule}" for fmt, v in found if v.answer != "loads"]
         answers = {v.answer for _, v in found}
         word = "yes" if answers <= {"loads"} else "no" if "refused" in answers else "not known"

@@ -121,7 +121,7 @@ def ordinary_scores(
     entries = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
     sums = {name: dict.fromkeys(FORMATS_TRIED, 0.0) for name in groups.values()}
     products = Products(monkeypatch)
-    with eager_experts(model):
+    with eager_experts(model), search.job.products():
         for ids in batches:
             products.seen.clear()
             embedded = model.get_input_embeddings().weight
@@ -209,7 +209,8 @@ def test_gradients_are_those_of_ordinary_autograd(
     scores_of(search_of(source), token_batches, tmp_path)
     monkeypatch.undo()
     wanted = []
-    model = whole_model(search_of(source).job)
+    job = search_of(source).job
+    model = whole_model(job)
     made: list[Tensor] = []
 
     def note_product(site: Any, x: Tensor, changed: Tensor, y: Tensor, batched: bool) -> Tensor:
@@ -218,7 +219,7 @@ def test_gradients_are_those_of_ordinary_autograd(
 
     watch = InputWatch(lambda site, x, batched: x, note_product)
     watch.watch({n: p for n, p in model.named_parameters() if searched(n)})
-    with eager_experts(model):
+    with eager_experts(model), job.products():
         for ids in token_batches:
             model.get_input_embeddings().weight.requires_grad_()
             with watch:

@@ -109,15 +109,48 @@ def test_every_kind_of_product_is_taken(
 def test_all_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "multiply", lambda *operands: pytest.fail("taken"))
     x, w, bias = random(6, 8), random(5, 8), random(5)
+    with fast_products(CPU), torch.inference_mode():
+        functional.linear(x.float(), w.float())
+        torch.addmm(bias, x, w.T, beta=0.5)
+        torch.matmul(x[0], w.T)
+        torch.mv(w, x[0])
+        with pytest.raises(RuntimeError, match="dtype"):
+            functional.linear(x, w.float())
+
+
+@pytest.mark.usefixtures("without_halves")
+@pytest.mark.parametrize("leading", [((), ()), ((3,), ()), ((3,), (3,)), ((), (3,)), ((1,), (3,))])
+def test_gradients_pass_through(
+    leading: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
+    """Those of both factors are float64's, and their sums over axes that were broadcast."""
+    a = random(*leading[0], 6, 64).requires_grad_()
+    b = random(*leading[1], 64, 5, seed=1).requires_grad_()
+    bias = random(5, seed=2).requires_grad_()
+    wide = [t.detach().double().requires_grad_() for t in (a, b, bias)]
+    exact = wide[0] @ wide[1] + wide[2]
+    gradient = random(*exact.shape, seed=3)
+    exact.backward(gradient.double())
     with fast_products(CPU):
-        functional.linear(x, nn.Parameter(w))  # a gradient may be wanted
-        with torch.inference_mode():
-            functional.linear(x.float(), w.float())
-            torch.addmm(bias, x, w.T, beta=0.5)
-            torch.matmul(x[0], w.T)
-            torch.mv(w, x[0])
-            with pytest.raises(RuntimeError, match="dtype"):
-                functional.linear(x, w.float())
+        (torch.matmul(a, b) + bias).backward(gradient)
+    for own, expected in zip((a, b, bias), wide, strict=True):
+        assert own.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(own.grad.double(), expected.grad, rtol=2**-8, atol=2**-5)
+
+
+@pytest.mark.usefixtures("without_halves")
+def test_gradients_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(products, "multiply", lambda *t: taken.append(1) or multiply(*t))
+    layer, x = nn.Linear(64, 5, dtype=torch.bfloat16), random(2, 6, 64).requires_grad_()
+    with fast_products(CPU):
+        y = layer(x)
+        y.backward(torch.ones_like(y))
+        layer(x.detach())
+    assert len(taken) == 4  # a product, two gradients, a product again
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand_as(x), rtol=2**-7, atol=2**-6)
 
 
 def test_only_dtypes_that_the_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

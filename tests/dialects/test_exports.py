@@ -318,6 +318,21 @@ def test_formats_that_no_engine_loads_are_named() -> None:
     assert any(name.startswith("compressed-tensors/") for name in plan["files_to_write"])
 
 
+@pytest.mark.parametrize(
+    ("recipe", "beside"),
+    [
+        ("nvfp4", ""),
+        ("nvfp4_awq_lite", " with a pre_quant_scale beside a matrix"),
+        ("nvfp4_svdquant", " with low-rank factors beside a matrix"),
+    ],
+)
+def test_a_plan_tells_where_no_engine_loads_the_export(recipe: str, beside: str) -> None:
+    notes = dry_run(LLAMA, recipe=recipe, calib_data=IDS)["notes"]
+    found = [note for note in notes if "no engine is known to load" in note]
+    wanted = f"no engine is known to load the format 'nvfp4'{beside} in the dialect 'modelopt' "
+    assert [note.startswith(wanted) for note in found] == [True] * bool(beside)
+
+
 DAMAGES: list[tuple[str, Callable[[Path], None], set[str]]] = [
     ("nvfp4", drop(f"{Q}.weight_global_scale"), {"scale-missing"}),
     ("nvfp4", drop(f"{Q}.input_global_scale"), {"scale-missing"}),

@@ -221,6 +221,12 @@ def test_verdicts() -> None:
     assert loading(ModelOpt.name, FORMATS["mxfp4"]) == []
     assert loading(ModelOpt.name, FORMATS["nvfp4"]) == ["vLLM", "SGLang", "TensorRT-LLM"]
     assert "transformers" in loading(CompressedTensors.name, FORMATS["mxfp4"])
+    assert loading(ModelOpt.name, FORMATS["nvfp4"], "scale") == []
+    assert loading(ModelOpt.name, FORMATS["nvfp4"], "factors") == []
+    named = verdict("vLLM", ModelOpt.name, FORMATS["nvfp4"], beside="scale")
+    assert (named.answer, "NVFP4_AWQ" in named.rule) == ("refused", True)
+    by_name = verdict("SGLang", ModelOpt.name, FORMATS["nvfp4"], beside="scale")
+    assert by_name.answer == "unknown"  # it takes the name
     blocks = verdict("vLLM", ModelOpt.name, FORMATS["w4a16_nvfp4_32"])
     assert blocks.answer == "refused"
     assert "16 elements, not 32" in blocks.rule

@@ -78,6 +78,11 @@ def test_engines_are_those_of_the_table() -> None:
         assert [told[engine] for engine in ENGINES] == wanted, dialect
     assert "vllm serve" in card_of(of_preset())
 
+    smoothed = of_preset()
+    smoothed.beside = "scale"
+    assert "knows no quant_algo NVFP4_AWQ" in card_of(smoothed)
+    assert "serve" not in card_of(smoothed)
+
 
 def test_base_model_on_a_hub() -> None:
     cached = "/root/.cache/huggingface/hub/models--org--Small-MoE/snapshots/abc123"
