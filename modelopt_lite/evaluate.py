@@ -133,7 +133,7 @@ def perplexity(
             and expert whose format quantizes them: a simulation of what engines serve. Other
             sources' inputs stay as they are.
         keep: Folder to write all predictions into: a number of the model's dtype for each token
-            and word of the vocabulary.
+            and word of the vocabulary. They take the place of older ones when all are there.
         against: Folder of predictions that an earlier call kept, of the same text in the same
             batches: how far the checkpoint is from them.
         trust_remote_code: Allow code that the checkpoint brings.

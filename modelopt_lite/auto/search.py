@@ -206,7 +206,7 @@ class Search:
                 tell_kept(error, self.folder)
             return
         shutil.rmtree(self._journal, ignore_errors=True)
-        if all(path.name == OWNER for path in self.folder.iterdir()):
+        if all(path.name == OWNER for path in self.folder.glob("*")):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _run(self) -> Scores:
