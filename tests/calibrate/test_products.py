@@ -141,8 +141,13 @@ def test_gradients_pass_through(
 
 @pytest.mark.usefixtures("without_halves")
 def test_gradients_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    monkeypatch.setattr(products, "multiply", lambda *t: taken.append(1) or multiply(*t))
+    taken: list[torch.Size] = []
+
+    def counted(*operands: torch.Tensor) -> torch.Tensor:
+        taken.append(operands[0].shape)
+        return multiply(*operands)
+
+    monkeypatch.setattr(products, "multiply", counted)
     layer, x = nn.Linear(64, 5, dtype=torch.bfloat16), random(2, 6, 64).requires_grad_()
     with fast_products(CPU):
         y = layer(x)
