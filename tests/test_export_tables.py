@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import export_all
@@ -88,9 +89,14 @@ def test_bytes_are_those_of_the_oldest_release_or_told(
     assert "| llama | 4.57.6 | = | = |" in lines
     assert "| mixtral | 4.57.6 | = | 1 |" in lines
     assert any(line.endswith("NOT EXPLAINED.") for line in lines)
-    why = versions.Explained("mix.*", ".*/fp8", r"5\..*", "It rounds later.")
+    why = versions.Explained("mix.*", "tensors", r"5\..*", "It rounds later.")
     monkeypatch.setattr(versions, "EXPLAINED", (why,))
     assert found.why == "It rounds later."
+    both = replace(found, what="tensors and configs")
+    assert not both.why  # of the configs nothing is said
+    names = versions.Explained("mixtral", "configs", ".*", "It has other names.")
+    monkeypatch.setattr(versions, "EXPLAINED", (names, why))
+    assert both.why == "It rounds later. It has other names."
 
 
 def test_another_checkpoint_of_a_type_begins_anew(tmp_path: Path) -> None:
