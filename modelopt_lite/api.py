@@ -240,7 +240,7 @@ def _write(request: Request, team: Team | None = None, *, searched: float = 0.0)
         with staged(target, overwrite=options.overwrite, resume=options.resume) as work:
             timeline = Timeline(outlook.device_used)
             run = Run(job, request.data, report, options.verify, tell, team, timeline)
-            run.weights(work, request.layout, request.schedule, options.moe_calibrate_all_experts)
+            run.weights(work, request.layout, request.schedule)
             run.finish(work)
     return report
 
@@ -252,12 +252,7 @@ def _follow(request: Request, team: Team) -> None:
         torch.manual_seed(options.seed)
         report = _begun(request, request.prediction())
         run = Run(request.job, request.data, report, options.verify, _quiet, team)
-        run.weights(
-            staged_export(request.target),
-            request.layout,
-            request.schedule,
-            options.moe_calibrate_all_experts,
-        )
+        run.weights(staged_export(request.target), request.layout, request.schedule)
         request.job.source.close()
 
 
