@@ -64,14 +64,14 @@ class Plain(nn.Module):
         return (x.float() @ self.w_RK.T).to(x.dtype)
 
 
-def model_of(source: Path, export: Path, how: str) -> nn.Module:
+def model_of(source: Path, export: Path, how: str, dtype: torch.dtype) -> nn.Module:
     """Return the source's model with the linear layers of the export; its own as "original"."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
     tensors = load_file(export / "model.safetensors")
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear):
             quantized = how != "original" and f"{name}.weight_scale" in tensors
-            made = Quantized(tensors, name, how, torch.bfloat16) if quantized else None
+            made = Quantized(tensors, name, how, dtype) if quantized else None
             model.set_submodule(name, made or Plain(layer.weight))
     return model
 
@@ -94,8 +94,11 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     ids_BT = prompts(arguments.source)
-    for how in ("original", "inputs left", "as evaluate does", "integers"):
-        model = model_of(arguments.source, arguments.export, how)
+    ways = [
+        (w, torch.bfloat16) for w in ("original", "inputs left", "as evaluate does", "integers")
+    ]
+    for how, dtype in (*ways, ("integers", torch.float32)):
+        model = model_of(arguments.source, arguments.export, how, dtype)
         made = [mean_logprob(model, ids_BT, lambda embedded: embedded)]
         for draw in range(DRAWS):
             generator = torch.Generator().manual_seed(draw)
@@ -105,7 +108,10 @@ def main() -> None:
                 return (embedded.float() * (1 + STEP * steps)).to(embedded.dtype)
 
             made.append(mean_logprob(model, ids_BT, moved))
-        print(f"{how}: {made[0]:.4f}, moved: {', '.join(f'{m:.4f}' for m in made[1:])}", flush=True)
+        print(
+            f"{how}, {dtype}: {made[0]:.4f}, moved: {', '.join(f'{m:.4f}' for m in made[1:])}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
