@@ -7,8 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -34,7 +37,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             monkeypatch.setattr(huggingface_hub.constants, name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         # The client waits between tries; a test does not.
-        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+        hasty = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
+        monkeypatch.setattr("huggingface_hub.utils._http.time", hasty)
         yield hub
 
 
@@ -193,9 +197,15 @@ def test_a_signal_during_the_upload(export: Path, hub: Hub, sent: signal.Signals
     env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
     child = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
+    first = threading.Lock()
+
     def stops(asked: str) -> None:
-        if "PUT /lfs/" in asked and len(hub.blobs) == 1:
-            child.send_signal(sent)
+        """One file is taken; the signal comes while all others are on their way."""
+        if "PUT /lfs/" not in asked or first.acquire(blocking=False):
+            return
+        while not hub.blobs:
+            time.sleep(0.01)
+        child.send_signal(sent)
 
     hub.before = stops
     _, told = child.communicate()
