@@ -159,7 +159,7 @@ def test_what_cannot_be_recorded_is_not_measured(
     assert f"has no {REPORT_FILE}" in result.output
 
 
-ODD = (5, "x", {"a": []}, [{"on": "x", "perplexity": "low"}])
+ODD: tuple[Any, ...] = (5, "x", {"a": []}, [{"on": "x", "perplexity": "low"}])
 
 
 def refusal(export: Path) -> str:
