@@ -19,6 +19,9 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = "torch==2.13.0"
 # Threads that wait should sleep: spinning slows tests tenfold where the machine has other work.
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
+ONE_THREAD = {**PASSIVE, "OMP_NUM_THREADS": "1"}
+# Most tests use one core, and a process of tests holds up to a gigabyte.
+SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 
 
 def group(name: str) -> list[str]:
@@ -36,7 +39,7 @@ def install(session: nox.Session, *packages: str) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests; with transformers of constraints.txt, which the golden bytes belong to."""
     install(session, "-e", ".", *group("test"))
-    session.run("pytest", *session.posargs, env=PASSIVE)
+    session.run("pytest", *SIDE_BY_SIDE, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(default=False)
@@ -44,7 +47,7 @@ def tests_oldest(session: nox.Session) -> None:
     """Run the tests with the oldest transformers that is supported."""
     session.install(TORCH)
     session.install("-e", ".", f"transformers=={tf_min}.*", *group("test"))
-    session.run("pytest", *session.posargs, env=PASSIVE)
+    session.run("pytest", *SIDE_BY_SIDE, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(default=False)
@@ -53,7 +56,7 @@ def tests_latest(session: nox.Session) -> None:
     session.install(TORCH)
     session.install("--upgrade", "--upgrade-strategy=only-if-needed", "-e", ".", *group("test"))
     session.install("--upgrade", "transformers")
-    session.run("pytest", *session.posargs, env=PASSIVE)
+    session.run("pytest", *SIDE_BY_SIDE, *session.posargs, env=ONE_THREAD)
 
 
 # Releases that differ in how they hold models; each row of the matrix builds an environment.
@@ -139,7 +142,7 @@ def wheel(session: nox.Session) -> None:
 def dist(session: nox.Session) -> None:
     """Runs of several processes on this machine, over gloo: the bytes of one, and its failures."""
     install(session, "-e", ".", *group("test"))
-    session.run("pytest", "-m", "dist", *session.posargs, env={**PASSIVE, "OMP_NUM_THREADS": "1"})
+    session.run("pytest", "-m", "dist", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(default=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -121,7 +122,8 @@ def quantize_and_export(
         people as ``report.html`` and, as far as it is of interest to others, ``README.md``.
 
     Raises:
-        ModelOptLiteError: What is wrong, the value, and what to do. Nothing is left behind.
+        ModelOptLiteError: What is wrong, the value, and what to do. Nothing is left behind but
+            what the same run would go on from, which the message names.
     """
     options = Options(
         model_type=model_type,
@@ -156,7 +158,9 @@ def quantize_and_export(
     exit_at_once()
     with team_of_run() as team, only_new_collected():
         if team is None:
-            report = _run(settle(ckpt, options), ckpt)
+            settled = settle(ckpt, options)
+            with _scores_told(settled):
+                report = _run(settled, ckpt)
         else:
             report = _run_rank(ckpt, options, team)
     if strict and report.degraded:
@@ -166,6 +170,18 @@ def quantize_and_export(
             report,
         )
     return report
+
+
+@contextmanager
+def _scores_told(settled: Settled) -> Iterator[None]:
+    """Have an interruption of the run behind a search say that its scores stay."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if settled.folder is not None:
+            said = str(error) or "interrupted; run the same again"
+            error.args = (f"{said}; the formats that were chosen stay in {settled.folder}",)
+        raise
 
 
 def _run(settled: Settled, ckpt: str | Path) -> Report:
@@ -240,7 +256,7 @@ def _write(request: Request, team: Team | None = None, *, searched: float = 0.0)
         with staged(target, overwrite=options.overwrite, resume=options.resume) as work:
             timeline = Timeline(outlook.device_used)
             run = Run(job, request.data, report, options.verify, tell, team, timeline)
-            run.weights(work, request.layout, request.schedule, options.moe_calibrate_all_experts)
+            run.weights(work, request.layout, request.schedule)
             run.finish(work)
     return report
 
@@ -252,12 +268,7 @@ def _follow(request: Request, team: Team) -> None:
         torch.manual_seed(options.seed)
         report = _begun(request, request.prediction())
         run = Run(request.job, request.data, report, options.verify, _quiet, team)
-        run.weights(
-            staged_export(request.target),
-            request.layout,
-            request.schedule,
-            options.moe_calibrate_all_experts,
-        )
+        run.weights(staged_export(request.target), request.layout, request.schedule)
         request.job.source.close()
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from modelopt_lite.evaluate import check_text
+from modelopt_lite.evaluate import read_text
 from modelopt_lite.fidelity import Fidelity, compare_predictions
 from modelopt_lite.output import resolve_checkpoint
 from modelopt_lite.verify.audit import Audit, examine
@@ -59,18 +59,19 @@ def check_exports(
         CalibrationError: The text cannot be read.
     """
     asked = engine_names(engines)
-    words = None if text is None or text == BUNDLED_TEXT else Path(text)
-    check_text(words, seq_len, max_tokens)  # before hours of comparing
+    read = None
+    if text is not None:  # read before hours of comparing
+        read = read_text(None if text == BUNDLED_TEXT else Path(text), seq_len, max_tokens)
     original = resolve_checkpoint(source) if source is not None else None
     checked = []
     for folder in export_folders(resolve_checkpoint(export)):
         audit = examine(folder, source=original, deep=deep, engines=asked)
         predictions = None
-        if original is not None and text is not None and not audit.failed:
+        if original is not None and read is not None and not audit.failed:
             predictions = compare_predictions(
                 folder,
                 original,
-                text=words,
+                text=read,
                 seq_len=seq_len,
                 max_tokens=max_tokens,
                 trust_remote_code=trust_remote_code,

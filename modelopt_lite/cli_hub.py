@@ -14,7 +14,9 @@ def push(
     export: Annotated[str, typer.Argument(help="Folder of a finished export, of one dialect.")],
     repo_id: Annotated[str, typer.Argument(help="owner/name on the hub; made if need be.")],
     *,
-    revision: Annotated[str | None, typer.Option(help="Branch; default the main one.")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, made if need be; default the main one.")
+    ] = None,
     message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
     private: Annotated[
         bool | None, typer.Option("--private/--public", help="Of a repository that is made.")
@@ -58,6 +60,7 @@ def push(
         "would upload" if dry_run else "uploaded": f"{counted(len(done.files), 'file')}, {size}",
         "to": done.repo_id,
         **({"commit": done.url} if done.url else {}),
+        **({"removed there": ", ".join(done.removed)} if done.removed else {}),
         "files": ", ".join(done.files),
     }
     show(facts_table(facts))

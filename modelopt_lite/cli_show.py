@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from modelopt_lite.jsons import finite
 from modelopt_lite.words import printable
 
 Trust = Annotated[
@@ -40,16 +40,8 @@ def show_error(code: str, message: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print JSON: what is of none of its types as text, NaN and infinity as null."""
-    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str)
+    text = json.dumps(finite(value), indent=2, ensure_ascii=False, default=str)
     typer.echo(printable(text))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def set_up_torch() -> None:

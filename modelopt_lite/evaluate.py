@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,23 @@ from modelopt_lite.predictions import Predictions
 from modelopt_lite.progress import Progress, make_progress
 from modelopt_lite.recipes import Recipe
 
-EvalText = str | Path | Tensor | Iterable[Tensor] | Iterable[str] | None
+Given = str | Path | Tensor | Iterable[Tensor] | Iterable[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadText:
+    """What was given as a text, read.
+
+    Attributes:
+        given: What was given: also what holds no one text, such as token ids.
+        words: The text; None where it is no one text.
+    """
+
+    given: Given
+    words: str | None
+
+
+EvalText = Given | ReadText
 
 Result = TypeVar("Result")
 
@@ -117,7 +133,7 @@ def perplexity(
             and expert whose format quantizes them: a simulation of what engines serve. Other
             sources' inputs stay as they are.
         keep: Folder to write all predictions into: a number of the model's dtype for each token
-            and word of the vocabulary.
+            and word of the vocabulary. They take the place of older ones when all are there.
         against: Folder of predictions that an earlier call kept, of the same text in the same
             batches: how far the checkpoint is from them.
         trust_remote_code: Allow code that the checkpoint brings.
@@ -131,20 +147,18 @@ def perplexity(
         ModelOptLiteError: As for `quantize_and_export`.
     """
     started = time.perf_counter()
-    check_text(text, seq_len, max_tokens)
+    read = read_text(text, seq_len, max_tokens)
     folder = resolve_checkpoint(ckpt)
     with closing(open_source(folder)) as source:
         job = open_job(folder, source, trust_remote_code, device)
         batches, byte_count = load_batches(
-            text, job, seq_len, max_tokens, batch_size, trust_remote_code
+            read, job, seq_len, max_tokens, batch_size, trust_remote_code
         )
         tokens = sum(ids_BT.numel() - len(ids_BT) for ids_BT in batches)
         if not tokens:
             raise CalibrationError("no sequence of the text has 2 tokens; give a longer text")
         if against is not None:
             Predictions(against).check(batches, job.vocab_size)
-        if keep is not None:
-            Predictions(keep).make_folder()
         batches = [ids_BT.to(job.device) for ids_BT in batches]
 
         def take(index: int, logits_BTV: Tensor) -> tuple[float, float | None]:
@@ -156,15 +170,16 @@ def perplexity(
             return _summed_loss(logits_BTV[:, :-1], batches[index][:, 1:]), divergence
 
         rounding = input_rounding(job, activations=activations)
-        with make_progress(progress) as tell:
+        keeping = Predictions(keep).keeping() if keep is not None else nullcontext()
+        with keeping, make_progress(progress) as tell:
             found = run_batches(job, batches, rounding, tell, take)
-    total = math.fsum(loss for loss, _ in found)
+            total = math.fsum(loss for loss, _ in found)
+            if math.isnan(total):
+                raise NonFiniteError(
+                    f"the model of {folder} predicts NaN on this text; its weights are damaged, or "
+                    "its dtype is too narrow for its activations"
+                )
     divergences = [divergence for _, divergence in found if divergence is not None]
-    if math.isnan(total):
-        raise NonFiniteError(
-            f"the model of {folder} predicts NaN on this text; its weights are damaged, or its "
-            "dtype is too narrow for its activations"
-        )
     nll = total / tokens
     return Evaluation(
         perplexity=math.exp(nll) if nll < math.log(sys.float_info.max) else math.inf,
@@ -204,13 +219,17 @@ def input_rounding(job: Job, *, activations: bool) -> InputRounding | None:
     return None
 
 
-def check_text(text: EvalText, seq_len: int, max_tokens: int | None) -> None:
-    """Refuse a text that cannot be read, and numbers of tokens that leave nothing to predict."""
-    _words(text)
+def read_text(text: EvalText, seq_len: int, max_tokens: int | None) -> ReadText:
+    """Read a text, before hours are spent on anything else; one that was read stays as it is.
+
+    Raises:
+        CalibrationError: It cannot be read, or the numbers of tokens leave nothing to predict.
+    """
     if seq_len < 2 or (max_tokens is not None and max_tokens < 2):
         raise CalibrationError(
             f"seq_len is {seq_len} and max_tokens {max_tokens}; give at least 2 tokens"
         )
+    return text if isinstance(text, ReadText) else ReadText(text, _words(text))
 
 
 def fitting_rows(job: Job, length: int) -> int:
@@ -219,7 +238,7 @@ def fitting_rows(job: Job, length: int) -> int:
 
 
 def load_batches(
-    text: EvalText,
+    text: ReadText,
     job: Job,
     seq_len: int,
     max_tokens: int | None,
@@ -229,8 +248,8 @@ def load_batches(
     """Return [B, T] batches and, where it is known, how many bytes their predicted tokens are."""
     if batch_size is not None and batch_size < 1:
         raise CalibrationError(f"batch_size is {batch_size} and must be at least 1")
-    words, tokenizer = _words(text), None
-    data: Any = [text] if isinstance(text, Tensor) else text
+    words, tokenizer = text.words, None
+    data: Any = [text.given] if isinstance(text.given, Tensor) else text.given
     if words is not None:
         tokenizer = load_tokenizer(job.folder, trust)
         data = [block[None] for block in text_blocks(tokenizer, words, seq_len, sys.maxsize)]
@@ -260,7 +279,7 @@ def load_batches(
     return batches, _predicted_bytes(tokenizer, words, rows)
 
 
-def _words(text: EvalText) -> str | None:
+def _words(text: Given) -> str | None:
     """Return the text that was given, itself or as a file's path; None where it is something else.
 
     Raises:

@@ -26,10 +26,10 @@ from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.errors import CalibrationError, CheckpointError, InternalError, NonFiniteError
 from modelopt_lite.evaluate import (
     EvalText,
-    check_text,
     input_rounding,
     load_batches,
     open_job,
+    read_text,
     run_batches,
 )
 from modelopt_lite.job import Job
@@ -100,7 +100,7 @@ def compare_predictions(
         ModelOptLiteError: As for `modelopt_lite.perplexity`.
     """
     started = time.perf_counter()
-    check_text(text, seq_len, max_tokens)
+    read = read_text(text, seq_len, max_tokens)
     with ExitStack() as stack:
         jobs = []
         for ckpt in (source, export):
@@ -108,7 +108,7 @@ def compare_predictions(
             opened = stack.enter_context(closing(open_source(folder)))
             jobs.append(open_job(folder, opened, trust_remote_code, device))
         _check_alike(*jobs)
-        batches, _ = load_batches(text, jobs[0], seq_len, max_tokens, batch_size, trust_remote_code)
+        batches, _ = load_batches(read, jobs[0], seq_len, max_tokens, batch_size, trust_remote_code)
         batches = [ids_BT.to(jobs[0].device) for ids_BT in batches]
         if not sum(ids_BT.numel() - len(ids_BT) for ids_BT in batches):
             raise CalibrationError("no sequence of the text has 2 tokens; give a longer text")

@@ -7,7 +7,6 @@ read it once for every token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +16,7 @@ from modelopt_lite.calibrate.data import load_tokenizer
 from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.evaluate import open_job
+from modelopt_lite.jsons import finite
 from modelopt_lite.output import resolve_checkpoint
 from modelopt_lite.progress import Progress, make_progress
 
@@ -106,8 +106,8 @@ def _rows(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"on": f"{task}: {metric}", "value": float(value)}
             if filtered and filtered != "none":
                 row["on"] += f" ({filtered})"
-            error = values.get(f"{metric}_stderr,{filtered}")
-            if isinstance(error, int | float) and math.isfinite(error):
+            error = finite(values.get(f"{metric}_stderr,{filtered}"))
+            if isinstance(error, int | float):
                 row["stderr"] = float(error)
             rows.append(row)
     return rows

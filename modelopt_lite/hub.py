@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from modelopt_lite.checkpoint.journal import JOURNAL
 from modelopt_lite.errors import AuditError, OutputError
@@ -14,7 +14,12 @@ from modelopt_lite.paths import asked_path
 from modelopt_lite.record import read_report
 from modelopt_lite.report import OF_THE_RUN
 from modelopt_lite.verify.audit import examine
-from modelopt_lite.words import counted
+from modelopt_lite.words import counted, printable
+
+# What engines would mix up: what exports have by these names, and another one may lack.
+_OURS = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|hf_quant_config\.json"
+).fullmatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +30,13 @@ class Upload:
         repo_id: Where to.
         files: Names in the repository -> bytes.
         url: Of the commit; empty for a dry run.
+        removed: Names in the repository that were of an earlier export, and that this one lacks.
     """
 
     repo_id: str
     files: dict[str, int]
     url: str = ""
+    removed: tuple[str, ...] = ()
 
 
 def push(
@@ -46,10 +53,13 @@ def push(
 ) -> Upload:
     """Upload the folder of a finished export in one commit.
 
+    Weights, their index and the config of quantization of an earlier export go with that commit:
+    engines would load them beside the new ones, or in their place. Other files stay.
+
     Args:
         export: Folder of an export, or of one of its dialects.
         repo_id: ``owner/name``; made where it is not there.
-        revision: Branch; default the main one.
+        revision: Branch, made where it is not there; default the main one.
         message: Of the commit.
         private: Whether a repository that is made is private; None: as the owner has it.
         create_pr: Open a pull request instead of writing to the branch.
@@ -80,8 +90,10 @@ def push(
     if dry_run:
         return Upload(repo_id, files)
     said = message or f"Upload an export of modelopt-lite, recipe {recipe}"
-    url = _upload(folder, repo_id, files, said, private, revision=revision, create_pr=create_pr)
-    return Upload(repo_id, files, url)
+    url, removed = _upload(
+        folder, repo_id, files, said, private=private, revision=revision, create_pr=create_pr
+    )
+    return Upload(repo_id, files, url, removed)
 
 
 def _check_finished(folder: Path) -> str:
@@ -111,7 +123,10 @@ def _files(folder: Path, *, reports: bool) -> Iterator[tuple[str, int]]:
             continue
         if str(relative) in OF_THE_RUN and not reports:
             continue
-        yield relative.as_posix(), path.stat().st_size
+        name = relative.as_posix()
+        if name != printable(name):
+            raise OutputError(f"{folder} has a file {name!r}, a name that is not UTF-8; rename it")
+        yield name, path.stat().st_size
 
 
 def _upload(
@@ -119,31 +134,51 @@ def _upload(
     repo_id: str,
     files: dict[str, int],
     message: str,
+    *,
     private: bool | None,
-    **where: Any,
-) -> str:
-    from httpx import HTTPError
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+    revision: str | None,
+    create_pr: bool,
+) -> tuple[str, tuple[str, ...]]:
+    """Make the commit; return its address, and the names that it removes.
+
+    `upload_folder` would make several where the client has hf_xet: whoever loads the repository
+    meanwhile, or after an interruption, would get weights of two models.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api = HfApi()
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
+        if revision is not None and not create_pr and not revision.startswith("refs/"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        there = api.list_repo_files(repo_id, revision=revision)
+        removed = tuple(name for name in sorted(there) if name not in files and _OURS(name))
+        commit = api.create_commit(
+            repo_id,
+            [
+                *(CommitOperationDelete(name) for name in removed),
+                *(CommitOperationAdd(name, folder / name) for name in files),
+            ],
             commit_message=message,
-            allow_patterns=[_literal(name) for name in files],
-            **where,
+            revision=revision,
+            create_pr=create_pr,
         )
-    except (HfHubHTTPError, LocalTokenNotFoundError, HTTPError, OSError, ValueError) as error:
+    except KeyboardInterrupt as error:
+        error.args = (
+            f"interrupted before the hub confirmed the commit to {repo_id!r}; run the same again: "
+            "what it has by now is not sent again",
+        )
+        raise
+    except Exception as error:  # the client raises many kinds, and other ones in each release
         raise OutputError(
-            f"{repo_id!r} cannot be written on the hub: {error}; log in with `hf auth login`, and "
-            "check the name and your rights"
+            f"{repo_id!r} cannot be written on the hub: {_reason(error)}; log in with "
+            "`hf auth login`, check the name, your rights and the network, and run the same again"
         ) from error
-    return str(getattr(commit, "pr_url", None) or getattr(commit, "commit_url", ""))
+    return str(getattr(commit, "pr_url", None) or commit.commit_url), removed
 
 
-def _literal(name: str) -> str:
-    """Return a pattern of fnmatch that stands for a name alone."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+def _reason(error: BaseException) -> str:
+    """Return what an error of the client says; of one that says nothing, what it came of."""
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:
+        return f"{error} {_reason(error.__cause__)}"
+    return " ".join([f"{type(error).__name__}:", *str(error).split()])

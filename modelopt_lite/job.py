@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from modelopt_lite.build import build_meta_model
+from modelopt_lite.calibrate.algorithm import Algorithm
 from modelopt_lite.calibrate.algorithms import make_algorithm
 from modelopt_lite.calibrate.products import fast_products
 from modelopt_lite.checkpoint.dequant import Source, model_dtype, open_source
@@ -48,6 +49,7 @@ class Job:
     ``model`` is None where the plan was made without one; ``also`` has the plans of further
     dialects, written in the same run. ``degrees`` says how experts are sharded over ranks, of which
     this process is ``rank``; None for one process. A part has at most ``share`` experts then.
+    ``all_experts``: every expert sees every token while the model is calibrated.
     """
 
     folder: Path
@@ -61,6 +63,7 @@ class Job:
     rank: int = 0
     share: int = 0
     resident: frozenset[str] = frozenset()
+    all_experts: bool = False
 
     @property
     def own_units(self) -> list[Unit]:
@@ -90,8 +93,11 @@ class Job:
     @property
     def runs_twice(self) -> bool:
         """Whether all batches run a second time, with rounded inputs; see `Algorithm`."""
-        algorithm = make_algorithm(self.plan.recipe.algorithm, self.plan.numerics)
+        algorithm = self._algorithm()
         return algorithm is not None and algorithm.rounded
+
+    def _algorithm(self) -> Algorithm | None:
+        return make_algorithm(self.plan.recipe.algorithm, self.plan.numerics)
 
     @collector_paused()
     def layout(self, max_shard_size: int) -> ExportLayout:
@@ -156,9 +162,12 @@ class Job:
         Returns:
             How many: as many as leave room to read as many ahead, or one, where that is too much
             still; None where no layer is too large, or none has experts that can come in so.
-            A second run with rounded inputs has to know what enters all of them.
+            A second run with rounded inputs has to know what enters all of them, and one through
+            the quantized layer whether all tokens have been through them.
         """
-        if self.runs_twice:
+        algorithm = self._algorithm()
+        sequential = algorithm is not None and algorithm.sequential
+        if self.runs_twice or (self.all_experts and sequential):
             return None
         store = self.store()
         sizes = []

@@ -138,9 +138,8 @@ def staged(export_dir: Path, *, overwrite: bool, resume: bool = False) -> Iterat
             shutil.rmtree(work, ignore_errors=True)
         except BaseException as error:
             _put_back(work, target)
-            if resume and has_entries(work) and _may_go_on(error):
-                kept = f"what is finished stays in {work}; run the same again to go on"
-                error.args = (f"{str(error) or 'interrupted'}; {kept}",)
+            if resume and has_entries(work) and may_go_on(error):
+                tell_kept(error, work)
                 raise
             shutil.rmtree(work, ignore_errors=True)
             for parent in made:
@@ -175,9 +174,15 @@ def discard_unfinished(export_dir: Path) -> None:
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _may_go_on(error: BaseException) -> bool:
+def may_go_on(error: BaseException) -> bool:
     """Whether nothing is wrong with the inputs, so that a later run can go on."""
     return isinstance(error, KeyboardInterrupt | OutputError) or getattr(error, "keeps", False)
+
+
+def tell_kept(error: BaseException, folder: Path) -> None:
+    """Have an error say where what is finished stays, for a later run to go on from."""
+    kept = f"what is finished stays in {folder}; run the same again to go on"
+    error.args = (f"{str(error) or 'interrupted'}; {kept}",)
 
 
 def is_unfinished(folder: Path) -> bool:

@@ -47,7 +47,6 @@ def run_calibrated(
     *,
     schedule: Schedule,
     scratch: Path,
-    all_experts: bool,
     progress: Progress,
     crew: Alone,
 ) -> None:
@@ -62,7 +61,6 @@ def run_calibrated(
         schedule: What is in memory when. Where it holds the whole model, all batches run through it
             one after another, and then it is exported.
         scratch: Folder of waiting activations that lie on disk.
-        all_experts: Every expert sees every token.
         progress: Told how far the run is.
         crew: The ranks of the run, as this one sees them.
     """
@@ -80,7 +78,7 @@ def run_calibrated(
         walk = _Walk(model, exporter, sink, log, watch, watched, behind, tell, crew)
         if plan.kv_cache:
             stack.enter_context(watch_attention(model, walk.visit_cache))
-        if all_experts:
+        if job.all_experts:
             stack.enter_context(calibrate_all_experts(model, job.model_type, watch))
         stack.enter_context(torch.inference_mode())
 
@@ -95,6 +93,7 @@ def run_calibrated(
                 finished=log.finished_layers,
                 resident=job.resident,
                 again=walk.again if exporter.sequential else None,
+                parts_twice=exporter.sequential or job.all_experts,
                 stations=crew.stations,
                 serve=crew.serve,
             )

@@ -105,7 +105,7 @@ def _reads(predicted: Mapping[str, Any]) -> str:
     if predicted["expert_reads"] == 1:
         return "each read once"
     again = bytes_text(predicted["bytes_read_again"])
-    return f"read {predicted['expert_reads']} times for the search: {again} more"
+    return f"read {predicted['expert_reads']} times: {again} more"
 
 
 def _offload_facts(offload: Mapping[str, Any] | None) -> dict[str, str]:

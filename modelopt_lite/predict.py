@@ -129,7 +129,6 @@ def predict(
     *,
     budget: int | None,
     waiting: int | None = None,
-    all_experts: bool = False,
 ) -> Prediction:
     """Foretell a run from shapes alone.
 
@@ -139,7 +138,6 @@ def predict(
         batches: What it calibrates with, where it does.
         budget: Bytes of units in memory at a time; None: all of them.
         waiting: Bytes of waiting activations in memory; the others lie on disk. None: all.
-        all_experts: Every expert sees every token.
     """
     batches = batches if job.plan.needs_calibration else ()
     on_host = job.device.type == "cpu"
@@ -155,7 +153,7 @@ def predict(
     if batches and job.degrees is not None and job.rank == 0:
         work["stacks read in full"] = _whole_stacks(job)
     if batches:
-        shapes = Shapes(job, all_experts)
+        shapes = Shapes(job)
         runs = 1 + job.runs_twice
         activations = runs * [math.prod(batch) * shapes.waiting for batch in batches]
         kept = sum(activations)
@@ -209,7 +207,7 @@ class Shapes:
         share: The part of all tokens that the most popular expert sees.
     """
 
-    def __init__(self, job: Job, all_experts: bool) -> None:
+    def __init__(self, job: Job) -> None:
         model = job.model
         config = model.config
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -220,7 +218,7 @@ class Shapes:
         self._choices = chosen * self._experts
         self.used = chosen / max(self._experts, 1)
         # Routing is uneven: the most popular expert sees a few times its share.
-        self.share = 1.0 if all_experts else min(1.0, 4 * chosen / max(self._experts, 1))
+        self.share = 1.0 if job.all_experts else min(1.0, 4 * chosen / max(self._experts, 1))
         self._eager_heads = 0
         if getattr(config, "_attn_implementation", None) == "eager":
             self._eager_heads = int(getattr(config, "num_attention_heads", 0))

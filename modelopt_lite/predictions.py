@@ -6,7 +6,7 @@ Shape suffixes: B sequences, T tokens, V vocabulary, N tokens of several sequenc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -16,6 +16,8 @@ from torch.nn import functional
 from modelopt_lite.errors import CalibrationError, OutputError
 from modelopt_lite.paths import asked_path
 
+_BATCH, _SUFFIX = "batch-", ".safetensors"
+_PART = ".part"  # ends the name of a batch until all are there
 _CHUNK = 1 << 22  # elements that are float32 at a time: 16 MiB for each of two
 
 
@@ -29,19 +31,44 @@ class Predictions:
     def __init__(self, folder: str | Path) -> None:
         self._folder = asked_path(folder, CalibrationError)
 
-    def make_folder(self) -> None:
-        """Make the folder, before hours are spent on what it is for.
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Have the batches that the block keeps take the place of older ones when it ends well.
+
+        The folder is made, and written into, before hours are spent on what it is for. A block
+        that ends otherwise leaves what was there, and a process that is killed a folder in which
+        predictions are missing, or all older ones: never some of two models.
 
         Raises:
             OutputError: It cannot be made, or written into.
         """
+        made = not self._folder.exists()
         with self._writing():
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / ".part").touch()
-            (self._folder / ".part").unlink()
+            self._discard()  # what a killed process left
+            (self._folder / _PART).touch()
+        try:
+            yield
+            with self._writing():
+                (self._folder / _PART).unlink()
+                for old in self._folder.glob(f"{_BATCH}*{_SUFFIX}"):
+                    old.unlink()
+                for new in sorted(self._folder.glob(f"{_BATCH}*{_SUFFIX}{_PART}")):
+                    new.rename(new.with_suffix(""))
+        except BaseException:
+            self._discard()
+            if made:
+                with suppress(OSError):
+                    self._folder.rmdir()
+            raise
+
+    def _discard(self) -> None:
+        """Remove the batches of a block of `keeping` that did not end well."""
+        for path in (self._folder / _PART, *self._folder.glob(f"{_BATCH}*{_PART}")):
+            path.unlink(missing_ok=True)
 
     def keep(self, index: int, ids_BT: Tensor, logits_BTV: Tensor) -> None:
-        """Write a batch, with the token ids that it belongs to.
+        """Write a batch, with the token ids that it belongs to; in a block of `keeping`.
 
         Raises:
             OutputError: It cannot be written.
@@ -50,7 +77,7 @@ class Predictions:
 
         tensors = {"ids": ids_BT.cpu().contiguous(), "logits": logits_BTV.cpu().contiguous()}
         with self._writing():
-            save_file(tensors, self._path(index))
+            save_file(tensors, self._path(index).with_suffix(f"{_SUFFIX}{_PART}"))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -113,7 +140,7 @@ class Predictions:
         return float(total)
 
     def _path(self, index: int) -> Path:
-        return self._folder / f"batch-{index:05d}.safetensors"
+        return self._folder / f"{_BATCH}{index:05d}{_SUFFIX}"
 
 
 def token_divergences(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:

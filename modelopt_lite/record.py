@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from modelopt_lite.errors import OutputError
+from modelopt_lite.jsons import finite
 from modelopt_lite.locks import awaited
 from modelopt_lite.pages.card import update_card
-from modelopt_lite.pages.report_page import write_page
+from modelopt_lite.pages.report_page import report_page
 from modelopt_lite.paths import asked_path
-from modelopt_lite.report import REPORT_FILE, Report
+from modelopt_lite.report import PAGE_FILE, REPORT_FILE, Report, write_whole
 
 
 def read_report(export: Path) -> tuple[Path, Report]:
@@ -27,21 +31,32 @@ def read_report(export: Path) -> tuple[Path, Report]:
         path = folder / REPORT_FILE
         if not path.is_file():
             continue
-        try:
+        with _no_report(path):
             data = json.loads(path.read_text(encoding="utf-8"))
             data.pop("bits_per_weight", None)
-            report = Report(**data)
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise OutputError(
-                f"{path} is no report of this program ({error}); export again with "
-                "overwrite=True (--overwrite)"
-            ) from error
+            Report(**data)  # a field that is none of ours
+            report: Report = TypeAdapter(Report).validate_python(data)
         if folder == export or export.name in report.dialects:
             return folder, report
     raise OutputError(
         f"{export} has no {REPORT_FILE}: it is no finished export of this program; give the "
         "folder that quantize_and_export wrote"
     )
+
+
+@contextmanager
+def _no_report(path: Path) -> Iterator[None]:
+    """Give what a file that someone changed fails at as `OutputError`."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise OutputError(
+            f"{path} is no report of this program ({reason}); export again with overwrite=True "
+            "(--overwrite)"
+        ) from error
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def text_label(file: str | None) -> str:
@@ -84,13 +99,16 @@ def record(export: str | Path, measured: Mapping[str, Any]) -> None:
         OutputError: There is no export, or it cannot be written.
     """
     given, folder, part = _place(export)
-    row = {"part": part, **{name: value for name, value in measured.items() if value is not None}}
+    known = {name: value for name, value in measured.items() if value is not None}
+    row = {"part": part, **finite(known)}  # what is not finite stands for nothing known by now
     try:
         with awaited(folder):
             report = read_report(given)[1]  # anew, as another process may have added to it
             _add(report.accuracy, row)
+            with _no_report(folder / REPORT_FILE):
+                page = report_page(report)
             report.write(folder)
-            write_page(report, folder)
+            write_whole(folder / PAGE_FILE, page)
             update_card(given, report, part or report.dialects[0])
     except OSError as error:
         raise OutputError(

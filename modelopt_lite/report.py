@@ -132,7 +132,7 @@ def write_whole(path: Path, text: str) -> None:
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
-    except OSError:
+    except BaseException:
         part.unlink(missing_ok=True)
         raise
 

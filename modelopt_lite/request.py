@@ -184,9 +184,7 @@ class Request:
         if self.data is None and job.plan.needs_calibration:  # a dry run without data
             count, length = options.calib_size, options.calib_seq_len
             batches = planned_batches(count, length, options.batch_size or 8)
-        self._foretell = partial(
-            predict, job, self.layout, batches, all_experts=options.moe_calibrate_all_experts
-        )
+        self._foretell = partial(predict, job, self.layout, batches)
         stream = options.offload != "none"
         self.schedule = Schedule(units=job.unit_bytes()[0] if stream else None)
         offloading = apply_offload(job, options.offload)
@@ -307,6 +305,7 @@ def make_request(
         dialects=dialect_names(options.dialect),
         sharded=world_size > 1 and options.ep != 1,
     )
+    job.all_experts = options.moe_calibrate_all_experts
     degrees = degrees_for(job, world_size, options.ep)
     if world_size > 1:
         shard(job, degrees, rank)

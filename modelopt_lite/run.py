@@ -58,16 +58,13 @@ class Run:
     team: Team | None = None
     timeline: Timeline = field(default_factory=Timeline)
 
-    def weights(
-        self, folder: Path, layout: ExportLayout, schedule: Schedule, all_experts: bool
-    ) -> None:
+    def weights(self, folder: Path, layout: ExportLayout, schedule: Schedule) -> None:
         """Write the weight files, from where a journal beside the folder says that a run ended.
 
         Args:
             folder: Where to write.
             layout: What to write.
             schedule: What is in memory when.
-            all_experts: Every expert sees every token.
         """
         job, scratch, tell = self.job, folder.parent, self.timeline.around(self.tell)
         if self.data is not None:
@@ -97,9 +94,7 @@ class Run:
                     count = len(self.data.batches) if self.data is not None else 0
                     crew = Ranks(team, job, exporter, count)
                 if self.data is not None:
-                    self._calibrated(
-                        self.data, exporter, sink, log, schedule, scratch, all_experts, crew
-                    )
+                    self._calibrated(self.data, exporter, sink, log, schedule, scratch, crew)
                 else:
                     with self.report.phase("quantize"):
                         workers = quantizer_count(job.device)
@@ -137,7 +132,6 @@ class Run:
         log: UnitLog,
         schedule: Schedule,
         scratch: Path,
-        all_experts: bool,
         crew: Alone,
     ) -> None:
         job = self.job
@@ -151,7 +145,6 @@ class Run:
                 batches,
                 schedule=schedule,
                 scratch=scratch,
-                all_experts=all_experts,
                 progress=self.timeline.around(self.tell),
                 crew=crew,
             )

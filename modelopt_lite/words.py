@@ -23,13 +23,17 @@ def near(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def bytes_unit(most: float) -> tuple[float, str]:
+    """Return the largest unit that a size has one of, in bytes, and its name."""
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    return next(((size, name) for size, name in units if most >= size), (1.0, "B"))
+
+
 def bytes_text(count: float) -> str:
     """Return a size with three digits and a unit of powers of 1000: ``8.31 MB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} TB"
+    count = float(f"{count:.3g}")  # as it is shown: 999,900 bytes are 1 MB
+    unit, name = bytes_unit(count)
+    return f"{count / unit:{',.0f' if count >= 100 * unit else '.3g'}} {name}"
 
 
 def printable(text: str) -> str:

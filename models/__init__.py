@@ -1,10 +1,10 @@
 """Facts about models, one package for each Hugging Face ``model_type``.
 
 A package is named after the ``model_type`` it describes and its ``specs.py`` registers one
-``ModelSpec`` when imported. Importing this package imports them all: those beside this file, those
-of the entry point group ``modelopt_lite.models``, and those in the folders that
-``MODELOPT_LITE_MODELS_PATH`` lists. It imports neither torch nor transformers. ``README.md`` tells
-how to add a model.
+``ModelSpec`` when imported. Importing this package finds them all. It imports those of the entry
+point group ``modelopt_lite.models`` and those in the folders that ``MODELOPT_LITE_MODELS_PATH``
+lists; those beside this file are imported when they are first asked for. Neither torch nor
+transformers is imported. ``README.md`` tells how to add a model.
 """
 
 from __future__ import annotations

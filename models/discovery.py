@@ -1,4 +1,4 @@
-"""Import every model package: beside this file, from entry points, from folders of the user."""
+"""Find every model package: beside this file, at entry points, in folders of the user."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import traceback
 from collections.abc import Callable, MutableSequence
 from pathlib import Path
 
-from modelopt_lite.models.registry import get_spec
+from modelopt_lite.models.registry import expect, get_spec
 
 ENTRY_POINT_GROUP = "modelopt_lite.models"
 PATH_VARIABLE = "MODELOPT_LITE_MODELS_PATH"
 
 
 def import_all(package: str, search_path: MutableSequence[str]) -> None:
-    """Import the packages beside this file, then entry points, then the user's folders.
+    """Note the packages beside this file; import those of entry points and the user's folders.
 
     Args:
         package: Name of the package that the model packages belong to.
@@ -31,8 +31,8 @@ def import_all(package: str, search_path: MutableSequence[str]) -> None:
             no model package.
     """
     try:
-        found: dict[str, Path] = {}
-        _import_folder(package, Path(search_path[0]), found)
+        found = _packages(Path(search_path[0]))
+        expect(found)
         _import_entry_points()
         for entry in filter(None, os.environ.get(PATH_VARIABLE, "").split(os.pathsep)):
             folder = Path(entry).expanduser().resolve()
@@ -54,11 +54,15 @@ class _PlaceError(Exception):
     """A place of model specs is unusable."""
 
 
+def _packages(folder: Path) -> dict[str, Path]:
+    """Map model types to ``<type>/specs.py`` under ``folder``, sorted."""
+    return {file.parent.name: file for file in sorted(folder.glob("*/specs.py"))}
+
+
 def _import_folder(package: str, folder: Path, found: dict[str, Path]) -> int:
     """Import ``<type>/specs.py`` under ``folder`` in sorted order; return how many."""
-    files = sorted(folder.glob("*/specs.py"), key=lambda file: file.parent.name)
-    for file in files:
-        model_type = file.parent.name
+    files = _packages(folder)
+    for model_type, file in files.items():
         if model_type in found:
             raise _PlaceError(
                 f"model_type {model_type!r} has two packages: {found[model_type]} and {file}; "

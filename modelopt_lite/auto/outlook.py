@@ -83,7 +83,7 @@ def predict_search(
     """
     assert space.recipe.auto_quantize is not None
     method = space.recipe.auto_quantize.method
-    shapes, store = Shapes(job, all_experts=False), job.store()
+    shapes, store = Shapes(job), job.store()
     tokens, widest = sum(map(math.prod, batches)), max(map(math.prod, batches), default=0)
     kept = tokens * shapes.hidden * _kept_states(job, space)
     waiting = tokens * shapes.waiting

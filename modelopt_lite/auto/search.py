@@ -28,13 +28,15 @@ from modelopt_lite.auto.variant_log import VariantLog
 from modelopt_lite.budgets import SIZES, read_budgets
 from modelopt_lite.build import eager_experts
 from modelopt_lite.calibrate.data import CalibrationData
+from modelopt_lite.checkpoint.journal import has_entries
 from modelopt_lite.errors import CalibrationError, OutputError, RecipeError
 from modelopt_lite.job import (
     Job,
     versions,
 )
-from modelopt_lite.locks import held
+from modelopt_lite.locks import OWNER, held
 from modelopt_lite.offload.memory import bound_caches
+from modelopt_lite.output import may_go_on, tell_kept
 from modelopt_lite.predict import Batch, planned_batches
 from modelopt_lite.progress import Outlook, Progress, make_progress
 from modelopt_lite.recipes import Recipe
@@ -191,7 +193,21 @@ class Search:
         """
         doing = "searches for formats in the search_dir of this one"
         with held(self.folder, doing, "(--search-dir)"):
-            return self.saved() or self._run()
+            try:
+                return self.saved() or self._run()
+            except BaseException as error:
+                self._tidy(error)
+                raise
+
+    def _tidy(self, error: BaseException) -> None:
+        """After a search that ended early: say what of it stays, or leave nothing behind."""
+        if has_entries(self.folder, self._journal.name):
+            if may_go_on(error):
+                tell_kept(error, self.folder)
+            return
+        shutil.rmtree(self._journal, ignore_errors=True)
+        if all(path.name == OWNER for path in self.folder.glob("*")):
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _run(self) -> Scores:
         schedule = self.schedule()

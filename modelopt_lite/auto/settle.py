@@ -37,12 +37,14 @@ class Settled:
         options: With a recipe whose formats are chosen, or stand in for those.
         notes: What a user should know.
         seconds: What a search took.
+        folder: Where its scores are; None where nothing was to be chosen.
         search: Of a dry run: what a search would do, as JSON values; None without one.
     """
 
     options: Options
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
+    folder: Path | None = None
     search: dict[str, Any] | None = None
 
 
@@ -70,7 +72,8 @@ def settle(ckpt: str | Path, options: Options) -> Settled:
     path = search.write_recipe(chosen)
     search.job.source.close()
     note = f"{said}; the recipe is {path}"
-    return Settled(_with_recipe(options, chosen), (note,), time.perf_counter() - started)
+    took = time.perf_counter() - started
+    return Settled(_with_recipe(options, chosen), (note,), took, search.folder)
 
 
 def settle_for_plan(ckpt: str | Path, options: Options) -> Settled:

@@ -79,9 +79,9 @@ class Journal:
             raise _unwritable(self.folder, error) from error
 
 
-def has_entries(folder: Path) -> bool:
-    """Whether the journal in a folder says that at least one unit is finished."""
-    return len(_read(folder / JOURNAL / _FILE)) > 1
+def has_entries(folder: Path, name: str = JOURNAL) -> bool:
+    """Whether the journal of a name in a folder says that at least one unit is finished."""
+    return len(_read(folder / name / _FILE)) > 1
 
 
 def difference(old: Any, new: Any, path: str = "") -> str:

@@ -22,7 +22,8 @@ from torch import nn
 from modelopt_lite.build import eager_experts, load_config, quiet_transformers
 from modelopt_lite.checkpoint.names import NameMap, map_names
 from modelopt_lite.checkpoint.reader import read_json
-from modelopt_lite.doctor.shrink import Sizes, missing_value, shrink
+from modelopt_lite.doctor.repairs import give_missing, give_parts
+from modelopt_lite.doctor.shrink import Sizes, shrink
 from modelopt_lite.errors import CheckpointError
 from modelopt_lite.offload.units import text_model
 from modelopt_lite.structure import TensorShape
@@ -129,29 +130,13 @@ def small_model(
         try:
             return _instance(config := cls(**fields))
         except AttributeError as error:
-            if not _give_missing(config, fields, error, sizes):
+            if not give_missing(config, fields, error, sizes):
+                raise
+        except ValueError as error:
+            # A class asks for the model of a part that its config's defaults leave out.
+            if "NoneType" not in str(error) or not give_parts(cls, fields, sizes):
                 raise
     return _instance(cls(**fields))
-
-
-def _give_missing(config: Any, fields: dict[str, Any], error: AttributeError, sizes: Sizes) -> bool:
-    """Add the field that a model read and its config lacks; return whether that was possible."""
-    value = missing_value(str(error.name), sizes)
-    if value is None or error.obj is None:
-        return False
-    if error.obj is config:
-        fields[str(error.name)] = value
-        return True
-    for key in getattr(config, "sub_configs", None) or ():
-        part = getattr(config, key, None)
-        inside = fields.setdefault(key, {}) if part is not None else None
-        if (
-            isinstance(inside, dict)
-            and (part is error.obj or hasattr(part, "sub_configs"))
-            and _give_missing(part, inside, error, sizes)
-        ):
-            return True
-    return False
 
 
 def instances_of_checkpoint(folder: Path, *, trust_remote_code: bool) -> list[Instance]:

@@ -32,9 +32,9 @@ E4M3_ABSOLUTE_ERROR = E4M3_MIN_SUBNORMAL / 2
 # The float32 quotient and product around a rounding add a few 2**-24 to each error bound.
 F32_SLACK = 1 + 2.0**-20
 
-# At least two threads' worth of work an operation, and few enough float32 temporaries of that size
-# to stay in a core's share of the cache.
-_CPU_CHUNK = 128 * 1024
+# Enough elements that starting an operation (microseconds, ten to sixty times a chunk) is a small
+# part of it, and few enough that the float32 temporaries stay in a core's share of the cache.
+_CPU_CHUNK = 256 * 1024
 # An accelerator wants few launches; its temporaries stay under 64 MiB each.
 _DEVICE_CHUNK = 16 * 1024 * 1024
 

@@ -95,24 +95,41 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     for codes_RK, scale_part, out_RK in _matrices(codes, scale, out):
         for rows in row_chunks(codes_RK):
-            value_RK, step = decode(codes_RK[rows]), _rows_of(scale_part, rows)
-            if dtype == torch.float32:
-                torch.mul(value_RK, step, out=out_RK[rows])
-            else:
-                out_RK[rows].copy_(value_RK.mul_(step))
+            multiply(codes_RK[rows], _rows_of(scale_part, rows), out_RK[rows])
     return out
+
+
+def multiply(codes: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Write ``codes * scale``, multiplied in float32, to ``out``, which rounds to its dtype.
+
+    Args:
+        codes: float8_e4m3fn, any shape.
+        scale: float32, at most 1e36; its shape broadcasts to that of ``codes``.
+        out: Any float dtype, of the shape of ``codes``.
+    """
+    # A power of two goes into the scale: one pass less over the values.
+    value, step = _decode_256ths(codes), scale * 256
+    if out.dtype == torch.float32:
+        torch.mul(value, step, out=out)
+    else:
+        out.copy_(value.mul_(step))
 
 
 def decode(codes: Tensor) -> Tensor:
     """Return the values of E4M3 codes, float32 of the same shape, contiguous."""
+    return _decode_256ths(codes).mul_(256)
+
+
+def _decode_256ths(codes: Tensor) -> Tensor:
+    """Return the values of E4M3 codes over 256, exact in float32, contiguous."""
     if codes.device.type != "cpu":
-        return codes.float()
+        return codes.float().mul_(1 / 256)
     # The processor's own conversion goes element by element. Moved to the bits of a float16, whose
     # exponent has a bias of 15 and not of 7, a code is its value over 2**8, in a tenth of the time;
     # but for NaN, all bits of the exponent and the fraction.
     byte = codes.contiguous().view(torch.int8)
     half = byte.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
-    values = half.view(torch.float16).float().mul_(256)
+    values = half.view(torch.float16).float()
     if codes.numel() and int((byte & 127).amax()) == 127:
         values[(byte & 127) == 127] = torch.nan
     return values
@@ -129,13 +146,14 @@ def error_bound(w: Tensor, scale: Tensor, *, numerics: Numerics) -> Tensor:
     size = w.abs() if w.dtype == torch.float32 else w.float().abs_()
     narrow = numerics == "modelopt" and scale.ndim == 0
     extra = _QUOTIENT_ERROR.get(w.dtype, 0.0) if narrow else 0.0
-    step = _aligned(scale, w) * E4M3_ABSOLUTE_ERROR
+    # An element that becomes 0 is off by itself, exactly; all else needs the slack of float32.
+    step = _aligned(scale, w) * (E4M3_ABSOLUTE_ERROR * F32_SLACK)
     # A tensor without axes takes `minimum` off its vectorized path.
     floor = torch.minimum(size, step) if step.ndim else size.clamp(max=float(step))
     if extra:
-        relative = size * (E4M3_RELATIVE_ERROR * (1 + extra))
-        return torch.maximum(relative, floor, out=floor).add_(size, alpha=extra).mul_(F32_SLACK)
-    return torch.maximum(size.mul_(E4M3_RELATIVE_ERROR), floor, out=floor).mul_(F32_SLACK)
+        relative = size * (E4M3_RELATIVE_ERROR * (1 + extra) * F32_SLACK)
+        return torch.maximum(relative, floor, out=floor).add_(size, alpha=extra * F32_SLACK)
+    return torch.maximum(size.mul_(E4M3_RELATIVE_ERROR * F32_SLACK), floor, out=floor)
 
 
 def fake_quantize(x: Tensor, scale: Tensor) -> Tensor:

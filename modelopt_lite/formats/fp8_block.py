@@ -82,11 +82,7 @@ def dequantize(
     for scale_H, band in zip(scale_GH.float(), _bands(len(codes_RK), block[0]), strict=True):
         scale_1K = _widened(scale_H, codes_RK.shape[1], block[1])
         for rows in base.row_chunks(codes_RK[band]):
-            value, to = fp8.decode(codes_RK[band][rows]), out[band][rows]
-            if dtype == torch.float32:
-                torch.mul(value, scale_1K, out=to)
-            else:
-                to.copy_(value.mul_(scale_1K))
+            fp8.multiply(codes_RK[band][rows], scale_1K, out[band][rows])
     return out
 
 
@@ -114,7 +110,8 @@ def _bands(rows: int, height: int = BLOCK) -> Iterator[slice]:
 
 def _widened(scale_H: Tensor, columns: int, width: int = BLOCK) -> Tensor:
     """Return the scales of a band of blocks for each column, [1, K]."""
-    return scale_H.repeat_interleave(width)[:columns].unsqueeze(0)
+    # A fraction of the time of `repeat_interleave`, which makes a table of indices first.
+    return scale_H.unsqueeze(1).expand(-1, width).reshape(1, -1)[:, :columns]
 
 
 def _check(t: Tensor, scale: Tensor, block: tuple[int, int]) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from modelopt_lite.words import bytes_unit
 
 COLD = "#d62728"
 _SERIES = 8
@@ -106,7 +108,8 @@ def sizes(figure: Any, layers: Mapping[str, Sequence[int]]) -> None:
     """Draw the bytes of each layer, (source, export), as bars."""
     axes = figure.subplots()
     places = range(len(layers))
-    unit, name_of_unit = _unit(size for both in layers.values() for size in both)
+    most = max((size for both in layers.values() for size in both), default=0)
+    unit, name_of_unit = bytes_unit(most)
     for column, (name, color) in enumerate((("source", "#c7c7c7"), ("export", "#1f77b4"))):
         axes.bar(
             [x + 0.4 * column - 0.2 for x in places],
@@ -169,7 +172,8 @@ def timeline(
     """
     memory, disk = figure.subplots(2, 1, sharex=True)
     seconds = columns["seconds"]
-    unit, name_of_unit = _unit((*columns["memory"], *columns["device"], *limits.values()))
+    used = (*columns["memory"], *columns["device"], *limits.values())
+    unit, name_of_unit = bytes_unit(max(used, default=0))
     names = ("memory", "device") if any(columns["device"]) else ("memory",)
     for name in names:
         memory.plot(seconds, [v / unit for v in columns[name]], marker=".", linewidth=1, label=name)
@@ -177,17 +181,11 @@ def timeline(
         memory.axhline(value / unit, color=color, linestyle="--", linewidth=1, label=name)
     memory.set_ylim(bottom=0)
     memory.set_ylabel(f"{name_of_unit} in use")
-    unit, name_of_unit = _unit((*columns["read"], *columns["written"]))
+    moved = (*columns["read"], *columns["written"])
+    unit, name_of_unit = bytes_unit(max(moved, default=0))
     for name in ("read", "written"):
         disk.plot(seconds, [v / unit for v in columns[name]], marker=".", linewidth=1, label=name)
     disk.set_ylabel(f"{name_of_unit}, summed up")
     disk.set_xlabel("seconds")
     for axes in (memory, disk):
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-
-
-def _unit(sizes: Iterable[float]) -> tuple[float, str]:
-    """Return the largest unit that the largest of some bytes has one of."""
-    most = max(sizes, default=0)
-    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-    return next(((size, name) for size, name in units if most >= size), (1.0, "B"))

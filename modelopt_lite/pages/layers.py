@@ -64,12 +64,15 @@ def by_kind(values: Mapping[str, float], most: int) -> dict[str, dict[tuple[str,
 
 
 def by_reason(excluded: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """Return for each reason the modules, those that differ in numbers alone as one, counted."""
+    """Return for each reason the modules, those that differ in numbers alone as one, counted.
+
+    Reasons come by name: which module comes first is up to the release of transformers.
+    """
     found: dict[str, Counter[str]] = {}
     for name, reason in excluded.items():
         shape = ".".join("*" if _is_number(part) else part for part in name.split("."))
         found.setdefault(reason, Counter())[shape] += 1
-    return {reason: dict(names) for reason, names in found.items()}
+    return {reason: dict(names) for reason, names in sorted(found.items())}
 
 
 def layer_bytes(

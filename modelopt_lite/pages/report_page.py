@@ -39,7 +39,7 @@ _WORST = 10
 
 def write_page(report: Report, folder: Path) -> None:
     """Write the page of a report into a folder."""
-    write_whole(folder / PAGE_FILE, printable(report_page(report)))
+    write_whole(folder / PAGE_FILE, report_page(report))
 
 
 def report_page(report: Report) -> str:
@@ -59,7 +59,7 @@ def report_page(report: Report) -> str:
         _again(report),
         paragraph(pictures.note) if pictures.note else "",
     ]
-    return page(_title(report), [part for part in parts if part])
+    return printable(page(_title(report), [part for part in parts if part]))
 
 
 class _Pictures:

@@ -16,6 +16,7 @@ from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.errors import AuditError, CheckpointError
 from modelopt_lite.formats.errors import ErrorReport
+from modelopt_lite.jsons import finite
 from modelopt_lite.verify.cache import check_kv
 from modelopt_lite.verify.compare import check_errors, compare_with_source
 from modelopt_lite.verify.engines import check_engines
@@ -79,7 +80,8 @@ class Audit:
             "checked": asdict(self.coverage) if self.coverage else None,
             "findings": [_finding(finding) for finding in self.findings],
             "errors": [
-                {"tensor": name, **_numbers(report)} for name, report in worst_first(self.errors)
+                finite({"tensor": name, **_numbers(report)})
+                for name, report in worst_first(self.errors)
             ],
         }
 
@@ -99,15 +101,14 @@ def _finding(finding: Finding) -> dict[str, Any]:
     return {**shown, "engines": list(finding.engines or ())}
 
 
-def _numbers(report: ErrorReport) -> dict[str, float | None]:
-    """The measures of a matrix; JSON has no infinity and no NaN."""
-    values = {
+def _numbers(report: ErrorReport) -> dict[str, float]:
+    """The measures of a matrix."""
+    return {
         "relative": report.relative,
         "sqnr_db": report.sqnr,
         "cosine": report.cosine,
         "share_of_bound": report.worst,
     }
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def audit(

@@ -21,6 +21,7 @@ from modelopt_lite.checkpoint.reader import Checkpoint, read_json
 from modelopt_lite.checkpoint.sidecars import sidecar_files
 from modelopt_lite.errors import CheckpointError
 from modelopt_lite.formats.base import row_chunks
+from modelopt_lite.jsons import finite
 from modelopt_lite.verify.export import Export, chunks
 from modelopt_lite.verify.opening import open_modules
 from modelopt_lite.verify.source import same_file
@@ -91,11 +92,7 @@ class Difference:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON holds it, which has no infinity and no NaN."""
-        values = [
-            {k: v if isinstance(v, str) or math.isfinite(v) else None for k, v in asdict(d).items()}
-            for d in self.values
-        ]
-        return {"differ": self.found, **asdict(self), "values": values}
+        return {"differ": self.found, **finite(asdict(self))}
 
 
 def diff(a: Path, b: Path) -> Difference:

@@ -30,14 +30,19 @@ TIMES = {
 }
 # The first of those that share a scale of channels is read once more than the others.
 SMOOTHING = ("int8_smoothquant", "nvfp4_awq_lite", "nvfp4_awq_full", "nvfp4_svdquant")
+# With every expert seeing every token, one time more each; what runs a quantized layer cannot.
+EVERY = [
+    (*key, every) for key in TIMES for every in (False, True) if not (every and "gptq" in key[0])
+]
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 128}
 
 
-@pytest.mark.parametrize(("recipe", "numerics"), TIMES)
+@pytest.mark.parametrize(("recipe", "numerics", "every"), EVERY)
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_foretells_how_often_experts_are_read(
     recipe: str,
     numerics: Any,
+    every: bool,
     ahead: int,
     checkpoint: MakeCheckpoint,
     token_batches: list[torch.Tensor],
@@ -66,9 +71,10 @@ def test_foretells_how_often_experts_are_read(
         numerics=numerics,
         calib_data=token_batches,
         on_bad_shape="skip",
+        moe_calibrate_all_experts=every,
         progress=False,
     )
-    reads, times = jobs[0].source.reads, TIMES[recipe, numerics]
+    reads, times = jobs[0].source.reads, TIMES[recipe, numerics] + every
     counts = {count for name, count in reads.items() if ".experts." in name}
     assert counts <= {times, times - (recipe in SMOOTHING)}
     assert max(counts) == times
@@ -78,18 +84,27 @@ def test_foretells_how_often_experts_are_read(
     assert foretold[0].bytes_read_again == report.bytes_read - report.source_bytes
 
 
-@pytest.mark.parametrize(("numerics", "experts"), [("exact", 1), ("modelopt", None)])
-def test_a_second_run_needs_all_experts_at_once(
-    numerics: Any, experts: int | None, checkpoint: MakeCheckpoint
+@pytest.mark.parametrize(
+    ("recipe", "options", "experts"),
+    [
+        ("nvfp4_w4a4_weight_local_hessian", {"numerics": "exact"}, 1),
+        ("nvfp4_w4a4_weight_local_hessian", {"numerics": "modelopt"}, None),
+        ("int4_gptq", {"on_bad_shape": "skip"}, 1),
+        ("int4_gptq", {"on_bad_shape": "skip", "moe_calibrate_all_experts": True}, None),
+    ],
+)
+def test_a_second_run_may_need_all_experts_at_once(
+    recipe: str, options: dict[str, Any], experts: int | None, checkpoint: MakeCheckpoint
 ) -> None:
-    """Its inputs are rounded under a scale that all experts of a layer share."""
+    """Its inputs are rounded under a scale that all experts of a layer share, or it begins when all
+    tokens have been through all experts."""
     source = checkpoint("qwen3_moe", **WIDE)
 
     def planned(memory: int) -> dict[str, Any]:
         return dry_run(
             source,
-            recipe="nvfp4_w4a4_weight_local_hessian",
-            numerics=numerics,
+            recipe=recipe,
+            **options,
             calib_data=[torch.ones(1, 8, dtype=torch.long)],
             device_memory=memory,
         )

@@ -59,6 +59,7 @@ def build(folder: Path, auto: str, config: str, **arguments: Any) -> Path:
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no type had a spec, whichever have one by now."""
     monkeypatch.setattr(registry, "_SPECS", {})
+    monkeypatch.setattr(registry, "_OWN", {})
 
 
 def export(source: Path, recipe: str, **options: Any) -> Any:

@@ -21,6 +21,7 @@ def empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start from an empty registry, restored afterwards."""
     monkeypatch.setattr(registry, "_SPECS", {})
     monkeypatch.setattr(registry, "_PLACES", {})
+    monkeypatch.setattr(registry, "_OWN", {})
 
 
 def python(
@@ -54,11 +55,10 @@ LIST = "from modelopt_lite.models import get_specs; print(*[s.model_type for s i
 def test_every_folder_is_registered_always_in_the_same_order() -> None:
     folders = sorted(file.parent.name for file in (REPOSITORY / "models").glob("*/specs.py"))
     assert len(folders) >= 16
-    # Sorted, but for those that others are variants of, which come before them.
-    registered = python(LIST, MODELOPT_LITE_MODELS_PATH="", PYTHONHASHSEED="1").stdout.split()
-    assert sorted(registered) == folders
-    again = python(LIST, MODELOPT_LITE_MODELS_PATH="", PYTHONHASHSEED="2").stdout.split()
-    assert again == registered
+    asked = "from modelopt_lite.models import get_spec; assert get_spec('zaya'); "
+    for before in ("", asked):  # ours are imported when asked for
+        result = python(before + LIST, MODELOPT_LITE_MODELS_PATH="")
+        assert result.stdout.split() == folders, result.stderr
     for folder in folders:
         assert (REPOSITORY / "models" / folder / "__init__.py").is_file(), "else no wheel has it"
 
@@ -76,6 +76,28 @@ def test_importing_is_quick_and_needs_neither_torch_nor_transformers() -> None:
         assert heavy.strip() == "[]"
         results.append(float(seconds))
     assert min(results) < 0.15
+
+
+def test_asking_for_one_imports_no_other() -> None:
+    code = (
+        "import sys; from modelopt_lite.models import get_spec; spec = get_spec('llama');"
+        "assert get_spec('llama') is spec and get_spec('nothing') is None;"
+        "print(*[name for name in sys.modules if name.endswith('.specs')])"
+    )
+    assert python(code, MODELOPT_LITE_MODELS_PATH="").stdout.split() == [
+        "modelopt_lite.models.specs",
+        "modelopt_lite.models.llama.specs",
+    ]
+
+
+def test_registering_one_of_ours_again_names_both_places() -> None:
+    """Before it was imported, and after."""
+    code = "{}from modelopt_lite.models import *\nregister(ModelSpec(model_type='llama'))"
+    for before in ("", "from modelopt_lite.models import get_spec; get_spec('llama')\n"):
+        message = python(code.format(before), MODELOPT_LITE_MODELS_PATH="").stderr
+        assert "model_type 'llama' is registered twice" in message
+        assert str(Path("models", "llama", "specs.py")) in message
+        assert "<string>:" in message
 
 
 def test_the_bare_name_is_refused() -> None:

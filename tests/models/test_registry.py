@@ -46,6 +46,7 @@ def empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start from an empty registry, restored afterwards."""
     monkeypatch.setattr(registry, "_SPECS", {})
     monkeypatch.setattr(registry, "_PLACES", {})
+    monkeypatch.setattr(registry, "_OWN", {})
 
 
 def moe(model_type: str, block: str, **facts: Any) -> ModelSpec:
