@@ -24,7 +24,7 @@ from pathlib import Path
 import synthetic
 from ptq import MODELS
 
-from modelopt_lite.report import REPORT_FILE
+from modelopt_lite.report import OF_THE_RUN
 
 RUN = """
 import json, sys, torch
@@ -68,10 +68,10 @@ def run(command: list[str], moment: float | None = None) -> Outcome:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Return the hash of each file but the report, which has the seconds that a run took."""
+    """Return the hash of each file but the reports, which have the seconds that a run took."""
     found = {}
     for path in sorted(folder.iterdir()):
-        if path.name != REPORT_FILE:
+        if path.name not in OF_THE_RUN:
             with path.open("rb") as file:
                 found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
