@@ -93,10 +93,11 @@ class Job:
     @property
     def runs_twice(self) -> bool:
         """Whether all batches run a second time, with rounded inputs; see `Algorithm`."""
-        algorithm = self._algorithm()
+        algorithm = self.algorithm()
         return algorithm is not None and algorithm.rounded
 
-    def _algorithm(self) -> Algorithm | None:
+    def algorithm(self) -> Algorithm | None:
+        """Return what chooses scales by the recipe; None where largest magnitudes do."""
         return make_algorithm(self.plan.recipe.algorithm, self.plan.numerics)
 
     @collector_paused()
@@ -165,7 +166,7 @@ class Job:
             A second run with rounded inputs has to know what enters all of them, and one through
             the quantized layer whether all tokens have been through them.
         """
-        algorithm = self._algorithm()
+        algorithm = self.algorithm()
         sequential = algorithm is not None and algorithm.sequential
         if self.runs_twice or (self.all_experts and sequential):
             return None

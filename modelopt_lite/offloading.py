@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from modelopt_lite.calibrate.algorithms import make_algorithm
 from modelopt_lite.errors import RecipeError
 from modelopt_lite.job import Job, split_layers
 from modelopt_lite.offload.auto import OffloadPlan
@@ -99,7 +98,7 @@ def apply_offload(job: Job, offload: OffloadChoice) -> Offloading:
         size = None
     for plan in job.plans.values() if size else ():
         split_layers(plan, job.model, int(size or 1))
-    algorithm = make_algorithm(job.plan.recipe.algorithm, job.plan.numerics)
+    algorithm = job.algorithm()
     if algorithm is not None and algorithm.sequential:
         notes.append("offload: layers are put back quantized, so none stays as it was read")
     else:

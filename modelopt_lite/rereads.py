@@ -9,7 +9,6 @@ again from the source, matrix by matrix, as often as it looks at them.
 from __future__ import annotations
 
 from modelopt_lite.calibrate.algorithm import Algorithm
-from modelopt_lite.calibrate.algorithms import make_algorithm
 from modelopt_lite.formats.linear import FORMATS
 from modelopt_lite.job import Job
 
@@ -24,7 +23,7 @@ def expert_reads(job: Job) -> tuple[int, int]:
     parts = [unit for unit in job.plan.units if unit.parent is not None]
     if not parts or job.degrees is not None:
         return 1, 0
-    algorithm = make_algorithm(job.plan.recipe.algorithm, job.plan.numerics)
+    algorithm = job.algorithm()
     # Passes run through the quantized layer: parts come in again, and get what was chosen.
     sequential = algorithm is not None and algorithm.sequential
     passes = 1 + (sequential or job.all_experts)

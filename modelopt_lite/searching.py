@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 from modelopt_lite.calibrate.algorithm import Algorithm
-from modelopt_lite.calibrate.algorithms import make_algorithm
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.export.inputs import sites_of
 from modelopt_lite.job import Job
@@ -41,7 +40,7 @@ def search_memory(job: Job, seen: Seen) -> dict[str, int]:
     Those of one layer, at most: layers are searched one after another. Of a rank, they are those
     of what it searches, and of what it has to tell the others.
     """
-    algorithm = make_algorithm(job.plan.recipe.algorithm, job.plan.numerics)
+    algorithm = job.algorithm()
     if algorithm is None:
         return {}
     parents = {unit.name: unit.parent or unit.name for unit in job.plan.units}

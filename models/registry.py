@@ -70,7 +70,7 @@ def register(spec: ModelSpec) -> ModelSpec:
 
 
 def expect(own: Mapping[str, Path]) -> None:
-    """Take note of the model packages beside this file: model type -> its ``specs.py``."""
+    """Take note of the model packages beside this file: model type -> its ``specs.py``, sorted."""
     _OWN.update(own)
 
 
@@ -83,7 +83,7 @@ def get_spec(model_type: str) -> ModelSpec | None:
 
 def get_specs() -> list[ModelSpec]:
     """Return all specs: ours, sorted by model type, then the user's as they were registered."""
-    own = [spec for spec in map(get_spec, sorted(_OWN)) if spec is not None]
+    own = [spec for spec in map(get_spec, _OWN) if spec is not None]
     return own + [spec for name, spec in _SPECS.items() if name not in _OWN]
 
 

@@ -107,8 +107,8 @@ def multiply(codes: Tensor, scale: Tensor, out: Tensor) -> None:
         scale: float32, at most 1e36; its shape broadcasts to that of ``codes``.
         out: Any float dtype, of the shape of ``codes``.
     """
-    # A power of two goes into the scale: one pass less over the values.
-    value, step = _decode_256ths(codes), scale * 256
+    value, over = _decoded(codes)
+    step = scale * over  # a power of two, so exact, and one pass less over the values
     if out.dtype == torch.float32:
         torch.mul(value, step, out=out)
     else:
@@ -117,13 +117,14 @@ def multiply(codes: Tensor, scale: Tensor, out: Tensor) -> None:
 
 def decode(codes: Tensor) -> Tensor:
     """Return the values of E4M3 codes, float32 of the same shape, contiguous."""
-    return _decode_256ths(codes).mul_(256)
+    value, over = _decoded(codes)
+    return value if over == 1 else value.mul_(over)
 
 
-def _decode_256ths(codes: Tensor) -> Tensor:
-    """Return the values of E4M3 codes over 256, exact in float32, contiguous."""
+def _decoded(codes: Tensor) -> tuple[Tensor, int]:
+    """Return the values of E4M3 codes over a power of two, float32, contiguous; and that power."""
     if codes.device.type != "cpu":
-        return codes.float().mul_(1 / 256)
+        return codes.float(), 1
     # The processor's own conversion goes element by element. Moved to the bits of a float16, whose
     # exponent has a bias of 15 and not of 7, a code is its value over 2**8, in a tenth of the time;
     # but for NaN, all bits of the exponent and the fraction.
@@ -132,7 +133,7 @@ def _decode_256ths(codes: Tensor) -> Tensor:
     values = half.view(torch.float16).float()
     if codes.numel() and int((byte & 127).amax()) == 127:
         values[(byte & 127) == 127] = torch.nan
-    return values
+    return values, 256
 
 
 def error_bound(w: Tensor, scale: Tensor, *, numerics: Numerics) -> Tensor:
