@@ -253,7 +253,10 @@ def served(session: nox.Session) -> None:
     script = REQUIREMENTS.format(left_out=NOT_FOR_TEXT)
     asked = session.run(str(python), "-c", script, silent=True, external=True)
     install_beside(session, python, *str(asked).splitlines())
-    arguments = ("--python", str(python), *session.posargs)
+    folder = Path(session.create_tmp()) / "smollm2"
+    if not (folder / "config.json").is_file():
+        session.run("python", "examples/real_model.py", "--convert", str(folder), env=PASSIVE)
+    arguments = ("--python", str(python), "--smollm2", str(folder), *session.posargs)
     session.run("python", "benchmarks/served.py", *arguments, env=PASSIVE)
 
 

@@ -202,7 +202,11 @@ def main() -> int:
     parser.add_argument("--kept", action="store_true", help="measure nothing: rows that are kept")
     parser.add_argument("--readme", action="store_true", help="write the table into README.md")
     parser.add_argument("recipes", nargs="*", default=preset_names(), help="default: all presets")
+    parser.add_argument("--convert", type=Path, help="write SmolLM2 as a checkpoint there, no more")
     arguments = parser.parse_args()
+    if arguments.convert:
+        convert(arguments.convert)
+        return 0
     arguments.folder.mkdir(parents=True, exist_ok=True)
     console = Console()
     results = []

@@ -15,6 +15,7 @@ from modelopt_lite.checkpoint.reader import cut_layer_types
 from modelopt_lite.dense_experts import is_dense, one_by_one
 from modelopt_lite.errors import CheckpointError, RemoteCodeError, SpecError
 from modelopt_lite.offload.forwards import running
+from modelopt_lite.offload.memory import map_large_blocks
 
 
 def build_meta_model(
@@ -47,6 +48,7 @@ def build_meta_model(
         )
     if adapt is not None:
         config = adapt(config)
+    map_large_blocks()
     with quiet_transformers(), init_empty_weights(include_buffers=False), _no_initial_weights():
         try:
             model = _instantiate(transformers, config, config_json, dtype, trust_remote_code)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,7 @@ def run_calibrated(
         progress: Told how far the run is.
         crew: The ranks of the run, as this one sees them.
     """
-    plan, model = job.plan, job.model
+    plan, model, store = job.plan, job.model, job.store()
     watch = InputWatch(crew.visit)
     searches = plan.recipe.algorithm.needs_inputs
     watched = {m.entry for m in plan.matrices if searches or m.input_group is not None}
@@ -85,9 +85,10 @@ def run_calibrated(
         streamed = stack.enter_context(
             StreamedModel(
                 model,
-                job.store(),
+                store,
                 units,
                 budget=schedule.units,
+                arrived=_inspect,
                 entered=walk.entered,
                 leaving=walk.leaving,
                 finished=log.finished_layers,
@@ -112,16 +113,15 @@ def run_calibrated(
         if schedule.units is None and not searches and type(crew) is Alone:
             streamed.run_resident([*passes.values()])
         else:
-            waiting = None
-            if schedule.waiting is not None:
-                waiting = stack.enter_context(Waiting(schedule.waiting, scratch, schedule.scratch))
             streamed.run_together(
                 [*passes.values()],
-                waiting=waiting,
+                waiting=stack.enter_context(_waiting(schedule, scratch)),
                 replay=log.replay,
                 returned=(lambda *unheard: None) if crew.silent else log.returned,
                 numbers=[*passes],
             )
+        left = [unit for unit in plan.units if unit.name in skipped]
+        crew.copy_unread(s for unit in left for s in store.sources_of(unit))  # beside quantizing
         walk.wait()
 
 
@@ -164,7 +164,6 @@ class _Walk:
         self._behind = behind
         self._progress = progress
         self._crew = crew
-        self._amax: dict[str, dict[str, Tensor]] = {}
         self._written: dict[str, list[str]] = {}  # layers that passes run through again
         self._of_parts: dict[str, list[str]] = {}
         self._left: list[str] = []
@@ -172,8 +171,6 @@ class _Walk:
     def entered(self, loaded: Loaded) -> None:
         if loaded.unit.name in self._left:  # it may still be quantized by what it saw the last time
             self._behind.wait()
-        # Here, where a bad value can be named: products would spread it.
-        self._amax[loaded.unit.name] = check_finite(loaded.sources)
         if loaded.unit.parent in self._written:  # experts of a layer that is quantized already
             self._crew.replace_part(loaded)
             return
@@ -196,14 +193,14 @@ class _Walk:
         self._behind.wait()
         unit = loaded.unit
         self._crew.learn(unit)
-        self._written[unit.name] = self._crew.export(unit, loaded.sources, self._amax[unit.name])
+        self._written[unit.name] = self._crew.export(unit, loaded.sources, loaded.amax)
         self._watch.pause(self._watched)
         self._crew.replace(loaded)
 
     def leaving(self, loaded: Loaded, give_back: Callable[[], None]) -> None:
         """Wait for the unit before, and have this one finished."""
         unit = loaded.unit
-        amax, written = self._amax.pop(unit.name), self._written.pop(unit.name, None)
+        written = self._written.pop(unit.name, None)
         if written is not None:
             self._watch.resume(self._watched)
             self._crew.forget()
@@ -213,7 +210,7 @@ class _Walk:
         if written is None and self._is_exported(unit):
             self._crew.learn(unit)
             self._crew.choose(unit, loaded.sources)
-        self._behind.start(partial(self._finish, loaded, amax, written, give_back))
+        self._behind.start(partial(self._finish, loaded, written, give_back))
         self._left.append(unit.name)
 
     def _is_exported(self, unit: Unit) -> bool:
@@ -229,7 +226,6 @@ class _Walk:
     def _finish(
         self,
         loaded: Loaded,
-        amax: dict[str, Tensor],
         written: list[str] | None,
         give_back: Callable[[], None],
     ) -> None:
@@ -237,13 +233,26 @@ class _Walk:
         unit = loaded.unit
         if self._is_exported(unit):
             if written is None:
-                written = self._crew.export(unit, loaded.sources, amax)
+                written = self._crew.export(unit, loaded.sources, loaded.amax)
             if unit.parent is not None:
                 self._of_parts.setdefault(unit.parent, []).extend(written)
             else:
                 written += self._of_parts.pop(unit.name, [])
                 self._log.finish(unit, written, self._exporter, self._sink)
+                self._exporter.forget_inputs(unit)
         self._sink.wait(self._sink.then(give_back))
+
+
+def _inspect(loaded: Loaded) -> None:
+    """Look at weights before products spread a bad value, which can be named here."""
+    loaded.amax = check_finite(loaded.sources)
+
+
+def _waiting(schedule: Schedule, scratch: Path) -> AbstractContextManager[Waiting | None]:
+    """Return what keeps the activations of suspended passes; of None, they stay where they are."""
+    if schedule.waiting is None:
+        return nullcontext()
+    return Waiting(schedule.waiting, scratch, schedule.scratch)
 
 
 def _counted(progress: Progress, total: int) -> Callable[[str], None]:

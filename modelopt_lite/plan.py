@@ -243,7 +243,7 @@ def make_plan(
         units=list(structure.units),
         folds=readers.folds,
         rows=readers.rows,
-        notes=notes,
+        notes=[*notes, *readers.notes],
     )
     plan.unquantized = _unquantized_modules(plan, structure)
     plan.notes += check_formats(recipe.algorithm, numerics, plan.formats)

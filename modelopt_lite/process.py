@@ -17,6 +17,7 @@ def collector_paused(*, stays: bool = False) -> Iterator[None]:
 
     torch, transformers and a plan are a million objects, and a full collection looks at each of
     them: 0.3 seconds, again and again, and a quarter of the time of a plan for 1e12 parameters.
+    What is there at the end counts as old, or the next collection would begin with all of it.
 
     Args:
         stays: Later collections leave out what is there at the end, while `only_new_collected`
@@ -27,8 +28,10 @@ def collector_paused(*, stays: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        if stays:
-            gc.freeze()
+        leaves_out = stays or gc.get_freeze_count() > 0
+        gc.freeze()
+        if not leaves_out:
+            gc.unfreeze()
         if was_on:
             gc.enable()
 

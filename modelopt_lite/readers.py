@@ -56,12 +56,14 @@ class Readers:
         kept: Matrices whose scale stays in the export.
         folds: Tensors that are no matrices of the plan, and take up a scale.
         rows: Matrix -> the matrix whose scale multiplies its rows.
+        notes: What a user should know of the scales.
     """
 
     group: dict[str, str] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
     folds: list[Fold] = field(default_factory=list)
     rows: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def fused_group(name: str, role: str, ptq: PTQSpec) -> str | None:
@@ -118,14 +120,20 @@ def find_readers(
     assert model is not None, "scales that inputs determine need a model"
     readers.kept = {c.name for c in taken}
     method = recipe.algorithm.method
+    export = (spec.export_spec if spec else None) or ExportSpec()
+    if not export.grouped_expert_export and any(c.experts for c in taken):
+        readers.notes.append(
+            f"{method} gives all experts of a layer one scale of what they read, and no "
+            "spec says that such a grouping was validated for this model: compare predictions by "
+            "`modelopt-lite verify OUT --source CKPT --deep --text FILE`"
+        )
     folds = numerics == "exact" or method.startswith("awq")
     folds = folds and method != "svdquant"  # factors belong to the inputs that they were found for
     folds_rows = folds and (numerics == "exact" or recipe.format == "nvfp4")
-    if folds_rows and spec is not None and spec.export_spec is not None:
-        _fold_rows(readers, taken, model, names, tensors, spec.export_spec)
+    if folds_rows:
+        _fold_rows(readers, taken, model, names, tensors, export)
     if folds:
         storage = (spec.expert_storage_spec if spec else None) or ExpertStorageSpec()
-        export = (spec.export_spec if spec else None) or ExportSpec()
         folding = _NormFolding(readers, taken, tensors, storage, numerics)
         plus_one = _plus_one(model, names, export.weight_plus_one_norm_names)
         for norm, paths in ptq.norm_feeds:

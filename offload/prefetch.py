@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from types import TracebackType
 
 from modelopt_lite.offload.store import Loaded, WeightStore
 from modelopt_lite.offload.units import Unit
+from modelopt_lite.process import compute_on
 
 
 class Prefetcher:
@@ -24,6 +25,7 @@ class Prefetcher:
             is read when it is asked for and nothing else can be dropped: a budget of one unit reads
             nothing ahead.
         resident: Units that stay in memory once they were read, to the end.
+        arrived: Called with each unit that was read, on the thread that read it.
 
     Attributes:
         peak: The most bytes of units that were in memory at a time.
@@ -37,8 +39,10 @@ class Prefetcher:
         *,
         budget: int,
         resident: Container[str] = (),
+        arrived: Callable[[Loaded], None] | None = None,
     ) -> None:
         self._store = store
+        self._arrived = arrived
         self._order = list(order)
         self._turns: dict[str, list[int]] = {}
         for index, unit in enumerate(self._order):
@@ -91,7 +95,7 @@ class Prefetcher:
                 raise self._error
             self.late += 1
             self._use(self._store.bytes_of(unit))
-        return self._store.load(unit)
+        return self._load(unit)
 
     def done(self, loaded: Loaded) -> None:
         """Give the memory of a unit back, unless it stays; from any thread."""
@@ -102,6 +106,12 @@ class Prefetcher:
         self._store.release(loaded)
         with self._changed:
             self._use(-size)
+
+    def _load(self, unit: Unit) -> Loaded:
+        loaded = self._store.load(unit)
+        if self._arrived is not None:
+            self._arrived(loaded)
+        return loaded
 
     def _make_way(self, unit: Unit) -> None:
         """Drop what stands in the way of a unit that is not in memory, nor on its way."""
@@ -133,6 +143,8 @@ class Prefetcher:
         self._changed.notify_all()
 
     def _read_ahead(self) -> None:
+        if self._arrived is not None:
+            compute_on(1)  # it runs beside the model
         while True:
             with self._changed:
                 while not self._closed and not self._may_read():
@@ -146,7 +158,7 @@ class Prefetcher:
                 self._use(self._store.bytes_of(unit))
             loaded, error = None, None
             try:
-                loaded = self._store.load(unit)
+                loaded = self._load(unit)
             except BaseException as raised:  # the caller's thread is the one to raise it
                 error = raised
             with self._changed:

@@ -30,12 +30,14 @@ class Loaded:
         sources: Name on disk -> values in the dtype on disk; views of ``room`` where the model
             holds them unchanged.
         room: The memory of all entries.
+        amax: Name on disk -> largest magnitude, where whoever reads takes note of that.
     """
 
     unit: Unit
     room: Tensor
     buffers: dict[str, Tensor]
     sources: dict[str, Tensor] = field(default_factory=dict)
+    amax: dict[str, Tensor] = field(default_factory=dict)
 
 
 class WeightStore:

@@ -36,6 +36,7 @@ class StreamedModel:
         units: The units that passes may run.
             Parts of experts follow their layers.
         budget: Bytes of units in memory at a time; None: as many as there are.
+        arrived: Called with a unit that was read, on the thread that read it.
         entered: Called with a unit when it is in the model.
         leaving: Called with a unit before it leaves the model, and with a function that gives its
             memory back: to be called, from any thread, when nothing reads the unit any more.
@@ -61,6 +62,7 @@ class StreamedModel:
         budget: int | None,
         entered: Entered,
         leaving: Leaving,
+        arrived: Entered | None = None,
         finished: Container[str] = (),
         resident: Container[str] = (),
         again: Entered | None = None,
@@ -91,6 +93,7 @@ class StreamedModel:
             _expected(model, [u for u in units if u.name not in finished], parts_twice),
             budget=sys.maxsize if budget is None else budget,
             resident=resident,
+            arrived=arrived,
         )
 
     def __enter__(self) -> StreamedModel:

@@ -318,6 +318,25 @@ def test_formats_that_no_engine_loads_are_noted(checkpoint: MakeCheckpoint) -> N
     assert not plan_of(folder, "mxfp8").notes
 
 
+@pytest.mark.parametrize(
+    ("kind", "recipe", "noted"),
+    [
+        ("deepseek_v3", "nvfp4_awq_lite", True),
+        ("deepseek_v3", "int8_smoothquant", True),
+        ("deepseek_v3", "nvfp4_awq_clip", False),  # clips; shares no scale
+        ("deepseek_v3", "nvfp4", False),
+        ("qwen3_moe", "nvfp4_awq_lite", False),  # validated, says its spec
+        ("llama", "nvfp4_awq_lite", False),
+    ],
+)
+def test_experts_that_share_a_scale_without_validation_are_noted(
+    kind: str, recipe: str, noted: bool, checkpoint: MakeCheckpoint
+) -> None:
+    notes = plan_of(checkpoint(kind), recipe).notes
+    expected = "no spec says that such a grouping was validated"
+    assert any(expected in note for note in notes) == noted
+
+
 def test_stacks_are_checked_along_the_axis_of_their_blocks(checkpoint: MakeCheckpoint) -> None:
     """The peer's blocks of stacked experts run along their output channels."""
     folder = checkpoint("gpt_oss", intermediate_size=48)

@@ -31,6 +31,16 @@ def test_the_collector_is_left_as_found() -> None:
     assert gc.isenabled()
 
 
+def test_what_was_made_meanwhile_counts_as_old() -> None:
+    """The next collection would else begin with all of it."""
+    assert gc.get_freeze_count() == 0
+    with collector_paused():
+        kept = [[[]] for _ in range(1000)]  # type: ignore[var-annotated]
+    young = {id(made) for made in gc.get_objects(generation=0)}
+    assert not young & {id(made) for made in kept}
+    assert gc.get_freeze_count() == 0
+
+
 def test_what_stays_is_left_out_until_the_end() -> None:
     with only_new_collected():
         first = gc.get_freeze_count()

@@ -15,6 +15,7 @@ from modelopt_lite import export_hf, quantize, quantize_and_export
 from modelopt_lite.budgets import Schedule
 from modelopt_lite.calibrate.algorithm import Choices, Each, Weight, here
 from modelopt_lite.calibrate.awq import AWQLite
+from modelopt_lite.export.exporter import Exporter
 from modelopt_lite.job import Job, split_layers
 from modelopt_lite.offload import Unit
 from modelopt_lite.offload.prefetch import Prefetcher
@@ -63,6 +64,27 @@ def test_twice_in_a_row(
     source = checkpoint("qwen3_moe")
     first = run(source, tmp_path / "a", token_batches, kv_cache="fp8")
     assert first == run(source, tmp_path / "b", token_batches, kv_cache="fp8")
+
+
+def test_what_entered_a_finished_layer_is_forgotten(
+    checkpoint: MakeCheckpoint,
+    token_batches: list[torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of numbers, each an allocation among temporaries, split what larger ones need."""
+    seen, export_rest = [], Exporter.export_rest
+
+    def looked_at(self: Exporter, units: Sequence[Unit]) -> None:
+        inputs = self.evidence.inputs
+        seen.append((len(inputs.rows), dict(inputs.amax)))
+        export_rest(self, units)
+
+    monkeypatch.setattr(Exporter, "export_rest", looked_at)
+    run(checkpoint("qwen3_moe"), tmp_path / "out", token_batches)
+    [(sites, kept)] = seen
+    assert sites > 10
+    assert kept == {}
 
 
 def test_another_model_in_between(
