@@ -9,7 +9,8 @@ INT4 has groups of 64 there. Perplexity and divergence are those of text outside
 
 Finished rows are kept in the folder and not made again: the command goes on where it was stopped,
 and several may share a folder. A recipe that a model refuses is a row with the reason. The table
-goes to the folder, and with ``--readme`` into the section of README.md between two marks.
+goes to the folder, and with ``--readme`` into the section of README.md between two marks, where
+rows that were not measured this time stay as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -140,23 +140,41 @@ class Measured:
         part.replace(self._file)
 
 
-def table(results: Sequence[Measured], presets: Sequence[str]) -> str:
-    """Return the table as markdown."""
+Cells = dict[tuple[str, str], list[str]]
+"""Model and recipe -> bits a weight, perplexity, KL."""
+NO_CELLS = ["-"] * 3
+
+
+def table(cells: Cells) -> str:
+    """Return the table of all that was measured, as markdown; presets come in their order."""
+    models = [model for model in (BUNDLED, SMOLLM2) if any(model == of for of, _ in cells)]
     heads = ["recipe"]
-    for found in results:
-        heads += [f"{found.model}: bits a weight", "perplexity", "KL"]
+    for model in models:
+        heads += [f"{model}: bits a weight", "perplexity", "KL"]
     lines = [heads, ["---"] * len(heads)]
-    for preset in ("original", *presets):
-        line = [preset if preset == "original" else f"`{preset}`"]
-        for found in results:
-            line += _cells(found.rows.get(preset))
-        lines.append(line)
+    for recipe in ("original", *preset_names()):
+        found = [cells.get((model, recipe), NO_CELLS) for model in models]
+        if any(one != NO_CELLS for one in found):
+            name = recipe if recipe == "original" else f"`{recipe}`"
+            lines.append([name, *(cell for one in found for cell in one)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def read_table(text: str) -> Cells:
+    """Return what `table` wrote."""
+    lines = [line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    models = [head.partition(":")[0] for head in (lines[0][1::3] if lines else ())]
+    return {
+        (model, name.strip("`")): row[3 * at : 3 * at + 3]
+        for name, *row in lines[2:]
+        for at, model in enumerate(models)
+        if row[3 * at : 3 * at + 3] != NO_CELLS
+    }
 
 
 def _cells(row: dict[str, Any] | None) -> list[str]:
     if row is None or "refused" in row:
-        return ["-" if row is None else "refused"] * 3
+        return NO_CELLS if row is None else ["refused"] * 3
     return [f"{row['bits_per_weight']:.2f}", f"{row['perplexity']:.3f}", f"{row['kl']:.4f}"]
 
 
@@ -184,13 +202,19 @@ def searched(found: Measured, name: str) -> tuple[bool, str]:
     return not better, words + "".join(f"; but {o} {kl:.4f}" for o, kl in better.items())
 
 
-def write_readme(text: str) -> None:
-    """Put the table between the marks of README.md."""
+def page(cells: Cells, tokens: int) -> str:
+    """Return the table with what it was measured over."""
+    return f"\nOver {tokens:,} tokens of text for each model:\n\n{table(cells)}\n"
+
+
+def write_readme(cells: Cells, tokens: int) -> None:
+    """Put what was measured into the table between the marks of README.md."""
     path = ROOT / "README.md"
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+    section, end, after = rest.partition(END)
     if not begin or not end:
         sys.exit(f"{path}: has no section between {BEGIN!r} and {END!r}")
+    text = page(read_table(section) | cells, tokens)
     path.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
 
 
@@ -219,14 +243,13 @@ def main() -> int:
             found.original()
             found.preset(preset)
             console.print(f"{model} {preset}: {' | '.join(_cells(found.rows.get(preset)))}")
-    made = [p for p in arguments.recipes if any(p in found.rows for found in results)]
-    text = table(results, made)
-    tokens = ", ".join(f"{r.rows['original']['tokens']:,} tokens of {r.model}" for r in results)
-    text = f"\nOver {tokens}:\n\n{text}\n"
+    cells = {(r.model, name): _cells(row) for r in results for name, row in r.rows.items()}
+    tokens = min(found.rows["original"]["tokens"] for found in results)
+    text = page(cells, tokens)
     (arguments.folder / "results.md").write_text(text, encoding="utf-8")
     console.print(text)
     if arguments.readme:
-        write_readme(text)
+        write_readme(cells, tokens)
     failed = 0
     for found in results:
         if found.model == SMOLLM2:
