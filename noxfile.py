@@ -254,7 +254,7 @@ def served(session: nox.Session) -> None:
     asked = session.run(str(python), "-c", script, silent=True, external=True)
     install_beside(session, python, *str(asked).splitlines())
     folder = Path(session.create_tmp()) / "smollm2"
-    if not (folder / "config.json").is_file():
+    if not (folder / "tokenizer.json").is_file():  # the last that is written
         session.run("python", "examples/real_model.py", "--convert", str(folder), env=PASSIVE)
     arguments = ("--python", str(python), "--smollm2", str(folder), *session.posargs)
     session.run("python", "benchmarks/served.py", *arguments, env=PASSIVE)

@@ -64,7 +64,7 @@ def run_calibrated(
         progress: Told how far the run is.
         crew: The ranks of the run, as this one sees them.
     """
-    plan, model, store = job.plan, job.model, job.store()
+    plan, model = job.plan, job.model
     watch = InputWatch(crew.visit)
     searches = plan.recipe.algorithm.needs_inputs
     watched = {m.entry for m in plan.matrices if searches or m.input_group is not None}
@@ -85,7 +85,7 @@ def run_calibrated(
         streamed = stack.enter_context(
             StreamedModel(
                 model,
-                store,
+                job.store(),
                 units,
                 budget=schedule.units,
                 arrived=_inspect,
@@ -120,8 +120,6 @@ def run_calibrated(
                 returned=(lambda *unheard: None) if crew.silent else log.returned,
                 numbers=[*passes],
             )
-        left = [unit for unit in plan.units if unit.name in skipped]
-        crew.copy_unread(s for unit in left for s in store.sources_of(unit))  # beside quantizing
         walk.wait()
 
 
@@ -171,6 +169,7 @@ class _Walk:
     def entered(self, loaded: Loaded) -> None:
         if loaded.unit.name in self._left:  # it may still be quantized by what it saw the last time
             self._behind.wait()
+            self._exporter.evidence.recall(self._exporter.sites(loaded.unit))
         if loaded.unit.parent in self._written:  # experts of a layer that is quantized already
             self._crew.replace_part(loaded)
             return
@@ -239,7 +238,7 @@ class _Walk:
             else:
                 written += self._of_parts.pop(unit.name, [])
                 self._log.finish(unit, written, self._exporter, self._sink)
-                self._exporter.forget_inputs(unit)
+                self._exporter.evidence.put_away(self._exporter.sites(unit))
         self._sink.wait(self._sink.then(give_back))
 
 

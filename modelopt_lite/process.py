@@ -28,9 +28,10 @@ def collector_paused(*, stays: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        leaves_out = stays or gc.get_freeze_count() > 0
-        gc.freeze()
-        if not leaves_out:
+        if stays:
+            gc.freeze()
+        elif not gc.get_freeze_count():  # what somebody has frozen would thaw with it
+            gc.freeze()
             gc.unfreeze()
         if was_on:
             gc.enable()

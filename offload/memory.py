@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
@@ -105,9 +106,12 @@ def _use_small_pages(libc: ctypes.CDLL) -> None:
     torch asks for them where a tensor lies, and the system goes on to put them there when it has
     been freed, filled holes included: the heap grew by the minute.
     """
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        if line.endswith("[heap]"):
-            begin, end = (int(part, 16) for part in line.split(maxsplit=1)[0].split("-"))
+    lines: list[bytes] = []  # bytes: paths of files may be anything
+    with suppress(OSError):
+        lines = Path("/proc/self/maps").read_bytes().splitlines()
+    for line in lines:
+        if line.endswith(b"[heap]"):
+            begin, end = (int(part, 16) for part in line.split(maxsplit=1)[0].split(b"-"))
             libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_NOHUGEPAGE)
 
 

@@ -41,6 +41,17 @@ def test_what_was_made_meanwhile_counts_as_old() -> None:
     assert gc.get_freeze_count() == 0
 
 
+def test_what_a_user_has_frozen_stays_so() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with collector_paused():
+        kept = [[[]] for _ in range(1000)]  # type: ignore[var-annotated]
+    after = gc.get_freeze_count()
+    gc.unfreeze()
+    assert before - len(kept) < after < before + len(kept)
+    assert before > 10_000
+
+
 def test_what_stays_is_left_out_until_the_end() -> None:
     with only_new_collected():
         first = gc.get_freeze_count()

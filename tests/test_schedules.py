@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from modelopt_lite import export_hf, quantize, quantize_and_export
 from modelopt_lite.budgets import Schedule
@@ -66,18 +67,38 @@ def test_twice_in_a_row(
     assert first == run(source, tmp_path / "b", token_batches, kv_cache="fp8")
 
 
-def test_what_entered_a_finished_layer_is_forgotten(
+def test_layers_that_run_twice(
     checkpoint: MakeCheckpoint,
     token_batches: list[torch.Tensor],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Thousands of numbers, each an allocation among temporaries, split what larger ones need."""
+    """Their scales are of both times, though they are finished and written in between."""
+    once = LlamaModel.forward
+
+    def twice(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        first = once(self, input_ids=input_ids, **kwargs).last_hidden_state
+        kwargs.pop("inputs_embeds", None)
+        return once(self, inputs_embeds=first * 0.05, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", twice)
+    source = checkpoint("llama")
+    offloaded = run(source, tmp_path / "a", token_batches, recipe="fp8")
+    assert offloaded == run(source, tmp_path / "b", token_batches, recipe="fp8", offload="none")
+
+
+def test_what_entered_a_finished_layer_is_kept_as_numbers(
+    checkpoint: MakeCheckpoint,
+    token_batches: list[torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of tensors, each an allocation among temporaries, split what larger ones need."""
     seen, export_rest = [], Exporter.export_rest
 
     def looked_at(self: Exporter, units: Sequence[Unit]) -> None:
         inputs = self.evidence.inputs
-        seen.append((len(inputs.rows), dict(inputs.amax)))
+        seen.append((len(self.evidence.numbers), dict(inputs.amax)))
         export_rest(self, units)
 
     monkeypatch.setattr(Exporter, "export_rest", looked_at)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -242,11 +242,6 @@ class Exporter:
                     inner = (*inner, slice(None))[:2][::-1]
             yield Made(names.resolve(entry), region, inner, value.mT if turned else value)
 
-    def forget_inputs(self, unit: Unit) -> None:
-        """Let go of the largest magnitudes that entered an exported unit: they split the heap."""
-        for site in self.sites(unit):
-            self.evidence.inputs.amax.pop(site, None)
-
     def forget(self) -> None:
         """Let go of the last exported layer."""
         self._last, self._last_sources = None, {}
@@ -307,16 +302,13 @@ class Exporter:
             for scaled in to.scaled.values():
                 lacking = [m for m in scaled if not self._has_input_scale(to, m)]
                 self._export_input_scales(to, lacking, partial(self._write, to, []))
-        self.copy_unread(self._copies)
-
-    def copy_unread(self, sources: Iterable[str]) -> None:
-        """Copy tensors on disk that no unit brought in; those that were copied are left."""
         last = self._destinations[-1]
-        for copy in (copy for source in sources for copy in self._copies.get(source, ())):
-            if not self._sink.is_taken(last.prefix + copy.output.name):
-                value = self._source.read(copy.source)
-                check_finite({copy.source: value})  # no unit was checked as it came in
-                self._write_copy(copy, value, [])
+        for copies in self._copies.values():
+            for copy in copies:
+                if not self._sink.is_taken(last.prefix + copy.output.name):
+                    value = self._source.read(copy.source)
+                    check_finite({copy.source: value})  # no unit was checked as it came in
+                    self._write_copy(copy, value, [])
 
     def _export_input_scales(
         self,

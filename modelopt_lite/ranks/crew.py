@@ -7,7 +7,7 @@ its experts, and rank 0 the rest. A rank without batches follows the first batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -94,10 +94,6 @@ class Alone:
     def forget(self) -> None:
         """Let go of what that layer has become."""
         self._exporter.forget()
-
-    def copy_unread(self, sources: Iterable[str]) -> None:
-        """Copy tensors that no unit of the run brings in."""
-        self._exporter.copy_unread(sources)
 
     def serve(self, station: str) -> None:
         """Run the experts of a container for all ranks; called when all passes wait there."""
@@ -315,9 +311,6 @@ class Ranks(Alone):
 
         with sent_experts(model, list(self._containers), post, unseen):
             yield
-
-    def copy_unread(self, sources: Iterable[str]) -> None:
-        """Leave that to the first rank, when all have ended."""
 
     def serve(self, station: str) -> None:
         """Run this rank's experts on the rows of all ranks of its group."""

@@ -105,3 +105,21 @@ def test_huge_pages_stay_out_of_the_heap() -> None:
     if before == "False":
         pytest.skip("the system has no huge pages")
     assert after == "False"
+
+
+ODD = """
+import mmap, os, sys
+from modelopt_lite.offload import memory
+
+path = os.fsencode(sys.argv[1]) + b"/ren\\xe9"
+with open(path, "wb") as file:
+    file.write(bytes(mmap.PAGESIZE))
+with open(path, "rb") as file:
+    kept = mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
+memory.bound_caches()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="heap of glibc")
+def test_a_mapped_file_may_have_any_name(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", ODD, str(tmp_path)], check=True)
