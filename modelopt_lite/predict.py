@@ -40,8 +40,9 @@ Batch = tuple[int, int]
 # rows that experts see, up to the bound on their cache.
 _DENSE_KERNELS = 10 << 20
 _EXPERT_KERNEL, _MOST_KERNELS = 720 << 10, 64
-# float32 pieces of a matrix, of 128 Ki elements (of 16 Mi on an accelerator), a dozen at a time.
-_SCRATCH, _DEVICE_SCRATCH = 6 << 20, 768 << 20
+# float32 pieces of a matrix, of 256 Ki elements (of 16 Mi on an accelerator), a dozen at a time.
+_SCRATCH, _DEVICE_SCRATCH = 12 << 20, 768 << 20
+_KEPT = 32 << 20  # half of the freed memory that `keep_freed` lets stay at most
 _PER_MATRIX, _PER_OUTPUT = 2000, 50  # bytes of notes in Python: evidence, errors; their places
 
 
@@ -150,6 +151,8 @@ def predict(
         "results to be written": _queued(job),
     }
     on_disk = 0
+    if on_host and not batches:
+        work["freed and kept"] = _KEPT
     if batches and job.degrees is not None and job.rank == 0:
         work["stacks read in full"] = _whole_stacks(job)
     if batches:
