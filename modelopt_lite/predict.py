@@ -20,7 +20,9 @@ from modelopt_lite.checkpoint.behind import QUEUE_LIMIT
 from modelopt_lite.checkpoint.dequant import DequantizedSource
 from modelopt_lite.checkpoint.shards import ExportLayout
 from modelopt_lite.export.configs import config_texts
+from modelopt_lite.formats.base import chunk_rows
 from modelopt_lite.job import Job
+from modelopt_lite.offload.memory import MOST_KEPT
 from modelopt_lite.offload.store import WeightStore
 from modelopt_lite.offload.stream import expected_order
 from modelopt_lite.offload.units import Unit, output_head
@@ -40,9 +42,7 @@ Batch = tuple[int, int]
 # rows that experts see, up to the bound on their cache.
 _DENSE_KERNELS = 10 << 20
 _EXPERT_KERNEL, _MOST_KERNELS = 720 << 10, 64
-# float32 pieces of a matrix, of 256 Ki elements (of 16 Mi on an accelerator), a dozen at a time.
-_SCRATCH, _DEVICE_SCRATCH = 12 << 20, 768 << 20
-_KEPT = 32 << 20  # half of the freed memory that `keep_freed` lets stay at most
+_PIECE_BYTES = 12 * 4  # of an element of a matrix's chunk: a dozen float32 pieces at a time
 _PER_MATRIX, _PER_OUTPUT = 2000, 50  # bytes of notes in Python: evidence, errors; their places
 
 
@@ -147,12 +147,12 @@ def predict(
         "weights": weights_in_memory(job, job.store(), _streamed(job), budget)
         if batches
         else _weights_without_data(job),
-        "quantizing": _SCRATCH if on_host else _DEVICE_SCRATCH,
+        "quantizing": _PIECE_BYTES * chunk_rows(1, job.device),
         "results to be written": _queued(job),
     }
     on_disk = 0
     if on_host and not batches:
-        work["freed and kept"] = _KEPT
+        work["freed and kept"] = MOST_KEPT // 2
     if batches and job.degrees is not None and job.rank == 0:
         work["stacks read in full"] = _whole_stacks(job)
     if batches:

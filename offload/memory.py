@@ -15,6 +15,7 @@ _ACTIVATION = 4 << 20
 _TOP = 16 << 20
 _HOLES = (16 << 20, 4 << 20, 1 << 20, 256 << 10, 64 << 10)
 _MOST = 32 << 20  # the highest threshold that glibc takes for blocks of their own
+MOST_KEPT = 2 * _MOST  # freed bytes that stay at the heap's end after `keep_freed`
 _KERNEL_CACHE = "64"
 
 
@@ -63,7 +64,7 @@ def keep_freed() -> None:
     """
     if (libc := _glibc()) is not None:
         libc.mallopt(_M_MMAP_THRESHOLD, _MOST)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _MOST)
+        libc.mallopt(_M_TRIM_THRESHOLD, MOST_KEPT)
 
 
 def release_freed() -> None:

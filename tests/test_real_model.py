@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from example import load_example
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "real_model.py"
+README = Path(__file__).parent.parent / "README.md"
 
 
 @pytest.fixture(scope="module")
 def real_model() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("real_model", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("real_model")
 
 
 def test_the_table_of_the_readme_is_read_as_it_was_written(real_model: ModuleType) -> None:
-    section = (EXAMPLE.parent.parent / "README.md").read_text(encoding="utf-8")
+    section = README.read_text(encoding="utf-8")
     section = section.partition(real_model.BEGIN)[2].partition(real_model.END)[0]
     cells = real_model.read_table(section)
     assert (real_model.SMOLLM2, "nvfp4") in cells

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from example import load_example
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -19,7 +19,6 @@ import modelopt_lite.calibrate.text as text_module
 from modelopt_lite.calibrate.text import evaluation_text
 
 DATA = Path(text_module.__file__).parents[1] / "data" / "tiny_qwen3_moe"
-SCRIPT = Path(__file__).parents[1] / "examples" / "train_tiny_moe.py"
 WEIGHTS = DATA / "model.safetensors"
 LAYERS, EXPERTS = 4, 8
 WINDOW = 256
@@ -28,12 +27,7 @@ PERPLEXITY_BELOW = 5.5  # 4.87 with the text of Python 3.11; a model that knows 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_tiny_moe", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("train_tiny_moe")
 
 
 @pytest.fixture(scope="module")
