@@ -168,9 +168,17 @@ def test_an_upload_that_fails_on_the_way(export: Path, hub: Hub, where: str, how
     """What was committed before stays as it was; the same again sends what is missing alone."""
     hub.repos[NAME] = {"main": {".gitattributes": b"", "model.safetensors": b"earlier"}}
 
+    let_through = threading.Semaphore(2)
+
     def fails(asked: str) -> tuple[int, Any] | None:
-        if where not in asked or (where == "PUT /lfs/" and len(hub.blobs) < 2):
+        """Two files are taken and no third; all of them come at once, each on a thread."""
+        if where not in asked:
             return None
+        if where == "PUT /lfs/":
+            if let_through.acquire(blocking=False):
+                return None
+            while len(hub.blobs) < 2:
+                time.sleep(0.01)
         if how == "broken":
             raise ConnectionError
         return 403, {"error": "You have no rights here"}
@@ -183,6 +191,7 @@ def test_an_upload_that_fails_on_the_way(export: Path, hub: Hub, where: str, how
         push(export, NAME)
     assert on_hub(hub) == {"model.safetensors": b"earlier"}
     kept = len(hub.blobs)
+    assert where != "PUT /lfs/" or kept == 2
     hub.before = lambda asked: None
     hub.asked.clear()
     push(export, NAME)
