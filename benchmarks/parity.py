@@ -86,8 +86,15 @@ FORMATS: dict[str, Format] = {
     "w4a16_nvfp4": Format("w4a16_nvfp4", "W4A16_NVFP4_CFG"),
     "w4a8_nvfp4_fp8": Format("w4a8_nvfp4_fp8", "W4A8_NVFP4_FP8_CFG"),
     "nvfp4_mlp_only": Format("nvfp4_mlp_only", "NVFP4_MLP_ONLY_CFG"),
+    "nvfp4_mlp_wo": Format("nvfp4_mlp_weight_only", "NVFP4_MLP_WEIGHT_ONLY_CFG"),
+    "nvfp4_omlp_only": Format("nvfp4_omlp_only", "NVFP4_OMLP_ONLY_CFG"),
     "nvfp4_awq_lite": Format("nvfp4_awq_lite", "NVFP4_AWQ_LITE_CFG"),
     "mxfp4": Format("mxfp4", "MXFP4_DEFAULT_CFG"),
+    "mxfp4_mlp_wo": Format("mxfp4_mlp_weight_only", "MXFP4_MLP_WEIGHT_ONLY_CFG"),
+    # Without the static scale that our preset has: the peer calibrates nothing there.
+    "w4a8_mxfp4_fp8": Format(
+        Recipe(name="w4a8_mxfp4_fp8", weights="w4a8_mxfp4_fp8_dynamic"), "W4A8_MXFP4_FP8_CFG"
+    ),
     "mxfp8": Format("mxfp8", "MXFP8_DEFAULT_CFG"),
     "fp8+kv_fp8": Format("fp8", "FP8_DEFAULT_CFG", "fp8", "FP8_KV_CFG"),
     "fp8+kv_fp8_affine": Format("fp8", "FP8_DEFAULT_CFG", "fp8_affine", "FP8_AFFINE_KV_CFG"),
@@ -99,6 +106,9 @@ FORMATS: dict[str, Format] = {
 # Model, format and tensors that may differ, as patterns, and the name of the reason.
 REASONS: tuple[tuple[str, str, str, str], ...] = (
     ("(qwen3_moe|mixtral|deepseek_v3)", "int8_sq", r".*\.experts\.\d+\..*", "experts are smoothed"),
+    ("gpt_oss", "fp8_pc_pt", r".*\.experts\..*_proj(_weight_scale)?", "channels have scales"),
+    ("gpt_oss", "fp8_pb_wo", r".*\.experts\..*_proj(_weight_scale)?", "blocks keep their scales"),
+    ("gpt_oss", "w4a8_mxfp4_fp8", r".*\.experts\..*_input_scale", "inputs have scales as they run"),
 )
 # Model and format that are refused here, and the name of the reason.
 REFUSED = {("deepseek_v3", "fp8+kv_fp8_affine"): "affine caches need whole heads"}

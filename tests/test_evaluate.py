@@ -32,7 +32,13 @@ from modelopt_lite.evaluate import perplexity
 GOLDEN = Path(__file__).parent / "data" / "golden"
 INPUTS = GOLDEN / "inputs"
 TINY = Path(module.__file__).parent / "data" / "tiny_qwen3_moe"
-FORMATS = ("fp8", "fp8_per_channel_per_token", "nvfp4", "w4a16_nvfp4")
+FORMATS = (
+    "fp8",
+    "fp8_per_channel_per_token",
+    "int8_per_channel_per_token",
+    "nvfp4",
+    "w4a16_nvfp4",
+)
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 Round = Callable[[Tensor, float | None], Tensor]
 
@@ -86,6 +92,11 @@ def round_per_token(x: Tensor, scale: float | None) -> Tensor:
     return round_fp8(x, x.float().abs().amax(-1, keepdim=True) / 448)
 
 
+def round_integers_per_token(x: Tensor, scale: float | None) -> Tensor:
+    step = x.float().abs().amax(-1, keepdim=True) / 127
+    return ((x.float() / step).round() * step).nan_to_num().to(x.dtype)
+
+
 def round_nvfp4(x: Tensor, scale: float | None) -> Tensor:
     """Blocks of 16: a step in E4M3 under the global scale, then the nearest of the 8 magnitudes."""
     assert scale is not None
@@ -107,6 +118,7 @@ def leave(x: Tensor, scale: float | None) -> Tensor:
 ROUND: dict[str, Round] = {
     "fp8": round_fp8,
     "fp8_per_channel_per_token": round_per_token,
+    "int8_per_channel_per_token": round_integers_per_token,
     "nvfp4": round_nvfp4,
     "w4a16_nvfp4": leave,
 }
@@ -115,7 +127,7 @@ ROUND: dict[str, Round] = {
 def decode(tensors: dict[str, Tensor], name: str) -> Tensor:
     """Decode one exported weight, by the definition of its format."""
     codes, scale = tensors[name], tensors[f"{name}_scale"].float()
-    if codes.dtype == torch.float8_e4m3fn:
+    if codes.dtype in (torch.float8_e4m3fn, torch.int8):
         return (codes.float() * (scale[:, None] if scale.ndim else scale)).bfloat16()
     nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
     values = E2M1[nibbles & 7] * torch.where(nibbles > 7, -1.0, 1.0)

@@ -32,6 +32,7 @@ PRESETS = [
     "int4_gptq",
     "int4_weight_only",
     "int8",
+    "int8_per_channel_per_token",
     "int8_smoothquant",
     "int8_weight_only",
     "mamba_moe_fp8_aggressive",

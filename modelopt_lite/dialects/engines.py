@@ -53,6 +53,7 @@ _LOADED: Mapping[tuple[str, str], tuple[str, ...]] = {
         *_FP8,
         *_NVFP4,
         "int8",
+        "int8_per_channel_per_token",
         "int8_weight_only",
         "int4_weight_only",
         "mxfp8",

@@ -93,6 +93,7 @@ _INPUTS: dict[str, dict[str, Any]] = {
     inputs.FP8.name: {"strategy": "tensor", "dynamic": False},
     inputs.INT8.name: {"strategy": "tensor", "dynamic": False},
     inputs.FP8_PER_TOKEN.name: {"strategy": "token", "dynamic": True},
+    inputs.INT8_PER_TOKEN.name: {"strategy": "token", "dynamic": True},
     inputs.FP8_AT_RUN_TIME.name: {"strategy": "tensor", "dynamic": True},
     inputs.MXFP4.name: {
         "strategy": "group",

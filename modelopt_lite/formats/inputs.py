@@ -69,6 +69,9 @@ INT8 = Inputs(
     scale_of=integer.int8_scale,
     static=integer.fake_quantize_int8,
 )
+INT8_PER_TOKEN = Inputs(
+    name="INT8 by token", bits=8, kind="int", dynamic=integer.fake_quantize_int8_per_token
+)
 FP8_PER_TOKEN = Inputs(name="FP8 by token", bits=8, dynamic=fp8.fake_quantize_per_token)
 FP8_AT_RUN_TIME = Inputs(name="FP8 at run time", bits=8, dynamic=fp8.fake_quantize_per_tensor)
 MXFP4 = Inputs(name="MXFP4", bits=4, group_size=mxfp4.BLOCK, dynamic=mxfp4.fake_quantize)
@@ -87,6 +90,7 @@ INPUTS: Mapping[str, Inputs] = {
     "fp8_per_token": FP8_PER_TOKEN,
     "fp8_dynamic": FP8_AT_RUN_TIME,
     "int8": INT8,
+    "int8_per_token": INT8_PER_TOKEN,
     "nvfp4": NVFP4,
     "mxfp4": MXFP4,
     "mxfp8": MXFP8,

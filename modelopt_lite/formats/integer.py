@@ -18,6 +18,7 @@ from modelopt_lite.formats.base import (
     Numerics,
     amax_along,
     chunk_rows,
+    row_amax,
     row_chunks,
     sanitized_amax,
 )
@@ -167,10 +168,17 @@ def fake_quantize_int8(x: Tensor, scale: Tensor) -> Tensor:
 
     Args:
         x: Activations of any shape.
-        scale: float32 [] = amax / 127 of the calibration; larger magnitudes are clipped.
+        scale: float32, of a shape that broadcasts against ``x``: [] = amax / 127 of the
+            calibration, or [..., 1] of each token; larger magnitudes are clipped.
     """
     quotient = (x.float() / scale).round_().clamp_(-INT8_MAX - 1, INT8_MAX)
     return quotient.mul_(scale).to(x.dtype)
+
+
+def fake_quantize_int8_per_token(x: Tensor) -> Tensor:
+    """Return ``x`` [..., K] rounded to INT8 with a scale of its own for each token."""
+    scale = int8_scale(row_amax(x.reshape(-1, x.shape[-1]))).view(x.shape[:-1])
+    return fake_quantize_int8(x, scale.unsqueeze(-1))
 
 
 def _scratch(w_RK: Tensor, multiple: int = 1) -> Tensor:

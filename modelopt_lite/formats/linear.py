@@ -246,6 +246,12 @@ FORMATS: Mapping[str, LinearFormat] = _Formats(
         # In lower case: TensorRT-LLM knows this spelling alone, the others do not mind.
         LinearFormat("fp8_2d_blockwise_weight_only", "fp8_pb_wo", fp8.BLOCKS, inputs.NONE),
         LinearFormat("int8", "W8A8_SQ_PER_CHANNEL", integer.INT8, inputs.INT8),
+        LinearFormat(
+            "int8_per_channel_per_token",
+            "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN",  # TensorRT-LLM's name; the peer has none
+            integer.INT8,
+            inputs.INT8_PER_TOKEN,
+        ),
         LinearFormat("int8_weight_only", "W8A16", integer.INT8, inputs.NONE),
         LinearFormat("int4_weight_only", "W4A16_AWQ", integer.INT4, inputs.NONE),
         LinearFormat("w4a8_awq", "W4A8_AWQ", integer.INT4_FOR_FP8, inputs.FP8),

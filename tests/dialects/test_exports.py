@@ -61,6 +61,10 @@ RULES: dict[str, tuple[str, dict[str, tuple[torch.dtype, list[int]]]]] = {
             "input_scale": (BF16, [1]),
         },
     ),
+    "int8_per_channel_per_token": (
+        "int-quantized",
+        {"weight": (torch.int8, [128, 128]), "weight_scale": (BF16, [128, 1])},
+    ),
     "int8_weight_only": (
         "pack-quantized",
         {

@@ -96,7 +96,9 @@ def test_int4_refuses() -> None:
         integer.block_amax(torch.zeros(4, 64))
 
 
-@pytest.mark.parametrize("name", ["int8", "int8_weight_only", "int4_weight_only"])
+@pytest.mark.parametrize(
+    "name", ["int8", "int8_per_channel_per_token", "int8_weight_only", "int4_weight_only"]
+)
 def test_bound_is_reached(name: str) -> None:
     w = torch.linspace(-127, 127, 4 * 9984).view(4, 9984).flip(0)
     w[:, 0] = 127
@@ -126,3 +128,27 @@ def test_inputs() -> None:
     expected = integer.dequantize_int8(codes, scale.view(1), x.dtype)
     assert got.view(1, -1).equal(expected)
     assert float(integer.fake_quantize_int8(torch.tensor(1e9), scale)) == float(127 * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_inputs_by_token(dtype: torch.dtype) -> None:
+    """Each token by its own largest magnitude, whatever is beside it; zeros stay."""
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
+    x[0, 1] *= 1000
+    x[1, 2] = 0
+    x[2, 0] = 2.0**-20  # in float16, a subnormal
+    x = x.to(dtype)
+    fmt = FORMATS["int8_per_channel_per_token"]
+    assert not fmt.static_input
+    got = fmt.fake_quantize_input(x, None)
+    assert got.dtype == dtype
+    step = x.double().abs().amax(-1, keepdim=True) / 127
+    expected = torch.where(step > 0, (x.double() / step).round() * step, 0.0)
+    # Where float32 rounds a quotient to the other side of a tie, the code is the next one.
+    apart = (got.double() - expected).abs()
+    assert bool((apart <= torch.finfo(dtype).eps * expected.abs() + step * (1 + 1e-5)).all())
+    assert float((apart > torch.finfo(dtype).eps * expected.abs()).double().mean()) < 0.005
+    assert bool(((got.double() - x.double()).abs() <= step * 0.5001 + x.abs() * 2.0**-8).all())
+    assert not got[1, 2].any()
+    alone = [fmt.fake_quantize_input(token, None) for token in x.flatten(0, 1)]
+    assert torch.stack(alone).view_as(got).equal(got)

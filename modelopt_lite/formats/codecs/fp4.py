@@ -134,5 +134,5 @@ NVFP4 = _NvFp4()
 # Leaves block scales room to be 1.5 times as large, so that 4 and not 6 is a block's largest code.
 NVFP4_FOR_FOUR_OVER_SIX = _NvFp4(reach=E2M1_MAX * 256, sweeps=False)
 NVFP4_OF_32 = _NvFp4(block=32, bits=4.25, sweeps=False)
-NVFP4_FOR_FP8 = _NvFp4(block=32, bits=4.25, reach=E4M3_MAX, sweeps=False)
+NVFP4_FOR_FP8 = _NvFp4(block=32, bits=4.25, reach=E4M3_MAX, sweeps=False, stacks_as_stored=True)
 MXFP4 = _MxFp4()
