@@ -222,7 +222,7 @@ def main() -> int:
     """Measure what was not measured, print the table, and check what must hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("real-out"), help="where to write")
-    parser.add_argument("--models", nargs="*", default=[BUNDLED, SMOLLM2], help="default: both")
+    parser.add_argument("--models", nargs="+", default=[BUNDLED, SMOLLM2], help="default: both")
     parser.add_argument("--kept", action="store_true", help="measure nothing: rows that are kept")
     parser.add_argument("--readme", action="store_true", help="write the table into README.md")
     parser.add_argument("recipes", nargs="*", default=preset_names(), help="default: all presets")
