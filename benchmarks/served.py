@@ -36,20 +36,17 @@ from modelopt_lite.calibrate.text import evaluation_text
 from modelopt_lite.errors import RecipeError
 
 NATS = 0.02
+# So many that the mean is determined: by how much is told below the table.
+PROMPTS, LENGTH = 64, 256
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 BEGIN, END = "<!-- made by: nox -s served -->", "<!-- end -->"
-WHY = """
-Why INT8 of SmolLM2 lies too far: its inputs have outliers, and one static scale for all of them
-costs it a whole nat (-3.086 before, -3.087 with weights alone rounded). A kernel multiplies
-integers and rounds their product once, and so does vLLM's: of random codes in matrices of 576 x
-576, 1536 x 576 and 512 x 1024 all 352,256 products were the exact ones, rounded. `evaluate`
-multiplies values, which bfloat16 rounds once more, by up to a quarter of INT8's step. Where so
-much is lost already, that is seen: one export gives, with AVX2, -4.0945 by `evaluate`, and
--4.0325 by integers in transformers' model, all else the same; but also -4.0605 by integers in a
-float32 model. So neither scales nor codes differ, roundings do, and this export's mean is not
-determined to 0.02 nats: with embeddings moved at random by a step of bfloat16 or none, it goes
-from -4.007 to -4.104 by `evaluate` and from -4.009 to -4.172 by integers, while the original's
-goes from -3.086 to -3.090. `python benchmarks/served_int8.py` prints all but the first of these.
+WHY = f"""
+Why {PROMPTS} prompts: INT8 with one static scale for all inputs costs SmolLM2 most of a nat a
+token, as its inputs have outliers, and by how much a token suffers is chance. With embeddings moved
+at random by a step of bfloat16 or none, the mean over 508 tokens went from -4.007 to -4.104 by
+`evaluate`, from -4.009 to -4.172 by products of integers that are rounded once, as kernels do it,
+and the original's from -3.086 to -3.090 (`python benchmarks/served_int8.py`). A scale for each
+token (`int8_per_channel_per_token`) loses far less.
 """
 HERE = Path(__file__).parent
 DATA = Path(modelopt_lite.__file__).parent / "data"
@@ -75,7 +72,7 @@ NO_DOWN = Recipe(name="int8, down_proj left", weights="int8", exclude=("*.down_p
 # Without AMX llama's feed-forward layers ask for silu_and_mul_quant, which the CPU build lacks.
 FP8_NO_DOWN = Recipe(name="fp8, down_proj left", weights="fp8", exclude=("*.down_proj",))
 # Model, recipe, dialect, and where it must run: by the kernels that the CPU build has. Those of FP8
-# in blocks and of experts in FP8 take a processor with AMX; NVFP4 and MXFP8 have none.
+# in blocks and of experts in FP8 or INT8 take a processor with AMX; NVFP4 and MXFP8 have none.
 Case = tuple[str, str | Recipe, str, str]
 EVERYWHERE, WITH_AMX, NOWHERE = "everywhere", "with AMX", "nowhere"
 CASES: tuple[Case, ...] = (
@@ -87,7 +84,7 @@ CASES: tuple[Case, ...] = (
     (SMOLLM2, "int8_per_channel_per_token", "compressed-tensors", EVERYWHERE),
     (BUNDLED, "fp8", "modelopt", WITH_AMX),
     (BUNDLED, "int8", "compressed-tensors", NOWHERE),  # its experts want dynamic scales of inputs
-    (BUNDLED, "int8_per_channel_per_token", "compressed-tensors", EVERYWHERE),
+    (BUNDLED, "int8_per_channel_per_token", "compressed-tensors", WITH_AMX),
     ("llama, hidden 512", "fp8_2d_blockwise_weight_only", "modelopt", WITH_AMX),
     ("llama, hidden 512", "int4_weight_only", "compressed-tensors", EVERYWHERE),
     ("llama, hidden 512", "int4_gptq", "compressed-tensors", EVERYWHERE),
@@ -127,14 +124,14 @@ class Served:
 
 
 def prompts(source: Path) -> Tensor:
-    """Return token ids [4, 128]: of text, where the model has a tokenizer."""
+    """Return token ids [PROMPTS, LENGTH]: of text, where the model has a tokenizer."""
     if not (source / "tokenizer.json").is_file():
         vocabulary = AutoConfig.from_pretrained(source).vocab_size
         generator = torch.Generator().manual_seed(7)
-        return torch.randint(3, vocabulary, (4, 128), generator=generator)
+        return torch.randint(3, vocabulary, (PROMPTS, LENGTH), generator=generator)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    ids = tokenizer(evaluation_text()[:8000], return_tensors="pt")["input_ids"]
-    return ids[0, : 4 * 128].view(4, 128)
+    ids = tokenizer(evaluation_text(), return_tensors="pt")["input_ids"]
+    return ids[0, : PROMPTS * LENGTH].view(PROMPTS, LENGTH)
 
 
 def source_of(model: str, folder: Path, smollm2: Path | None) -> Path | None:
@@ -213,13 +210,13 @@ def section(rows: list[Served]) -> str:
 ## Run: vLLM
 
 vLLM {version}, its CPU build, nothing in it replaced; {_processor()}. "ours" and
-"vLLM" are the mean log-probability of 508 tokens in four prompts (of text, where the model is a
-trained one): by `evaluate`, which rounds weights and inputs, and by the engine. They may lie
-{NATS} nats apart. If the build has no kernel on this processor, what it says is there: those of
-FP8 in blocks and of experts in FP8 need AMX; NVFP4 and MXFP8 have none, nor have experts in INT8
-whose inputs have static scales. Without AMX the engine's code of llama joins the activation before
-`down_proj` with the rounding to FP8 in one operation, which its CPU build lacks: FP8 with static
-scales runs there in other models, or where `down_proj` is left.
+"vLLM" are the mean log-probability of {PROMPTS * (LENGTH - 1):,} tokens in {PROMPTS} prompts (of
+text, where the model is a trained one): by `evaluate`, which rounds weights and inputs, and by the
+engine. They may lie {NATS} nats apart. If the build has no kernel on this processor, what it says
+is there: those of FP8 in blocks and of experts in FP8 or INT8 need AMX; NVFP4 and MXFP8 have none,
+nor have experts in INT8 whose inputs have static scales. Without AMX the engine's code of llama
+joins the activation before `down_proj` with the rounding to FP8 in one operation, which its CPU
+build lacks: FP8 with static scales runs there in other models, or where `down_proj` is left.
 
 {table}
 {WHY}

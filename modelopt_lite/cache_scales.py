@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,23 +36,27 @@ class KVCacheScale:
         return [o for o in (self.key, self.value, self.key_bias, self.value_bias) if o is not None]
 
 
-def find_caches(
-    model: nn.Module,
-    names: NameMap,
-    tensors: Mapping[str, TensorShape],
-    unit_of: Mapping[str, str],
-    ptq: PTQSpec,
-    fmt: CacheFormat,
-) -> list[KVCacheScale]:
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """An attention layer of the text model.
+
+    Attributes:
+        path: Its module.
+        prefix: What it is called on disk.
+        target: A parameter of it.
+    """
+
+    path: str
+    prefix: str
+    target: str
+
+
+def attention_layers(model: nn.Module, names: NameMap, ptq: PTQSpec) -> Iterator[AttentionLayer]:
     """Find every attention layer: it has key and value projections, or is called an attention.
 
-    Latent attention (MLA) has no such projections; engines look for its scales under their names.
-
-    Raises:
-        RecipeError: There is none, or one that has no room for the biases of an affine format.
+    Latent attention (MLA) has no such projections.
     """
     key_name, value_name = ptq.key_value_names
-    found = []
     inside = set(text_model(model).modules())
     for path, module in model.named_modules():
         if module not in inside:
@@ -63,17 +67,39 @@ def find_caches(
             continue
         linear = key_name if named else _first_linear(module)
         group = names.by_target.get(f"{path}.{linear}.weight")
-        if group is None or _is_skipped(group.sources[0], ptq):
-            continue
-        check_watched(path, module)
-        prefix = group.sources[0].removesuffix(f".{linear}.weight")
+        if group is not None and not _is_skipped(group.sources[0], ptq):
+            prefix = group.sources[0].removesuffix(f".{linear}.weight")
+            yield AttentionLayer(path, prefix, group.targets[0])
+
+
+def find_caches(
+    model: nn.Module,
+    names: NameMap,
+    tensors: Mapping[str, TensorShape],
+    unit_of: Mapping[str, str],
+    ptq: PTQSpec,
+    fmt: CacheFormat,
+) -> list[KVCacheScale]:
+    """Return the scales of every attention layer; engines look for those of MLA's under its names.
+
+    Raises:
+        RecipeError: There is no such layer, one whose keys and values cannot be seen, or one that
+            has no room for the biases of an affine format.
+    """
+    key_name, value_name = ptq.key_value_names
+    found = []
+    for layer in attention_layers(model, names, ptq):
+        module = model.get_submodule(layer.path)
+        check_watched(layer.path, module)
         scale = KVCacheScale(
-            module=path,
-            unit=unit_of[group.targets[0]],
-            key=Output(f"{prefix}.{key_name}.k_scale", torch.float32, ()),
-            value=Output(f"{prefix}.{value_name}.v_scale", torch.float32, ()),
+            module=layer.path,
+            unit=unit_of[layer.target],
+            key=Output(f"{layer.prefix}.{key_name}.k_scale", torch.float32, ()),
+            value=Output(f"{layer.prefix}.{value_name}.v_scale", torch.float32, ()),
         )
-        found.append(_with_biases(scale, module, prefix, ptq, tensors) if fmt.affine else scale)
+        if fmt.affine:
+            scale = _with_biases(scale, module, layer.prefix, ptq, tensors)
+        found.append(scale)
     if not found:
         raise RecipeError(
             f"the recipe asks for KV cache scales, but no module has {key_name!r} and "

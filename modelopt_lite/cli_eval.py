@@ -24,7 +24,7 @@ def evaluate(
     batch_size: Annotated[int | None, typer.Option(help="Blocks a batch.")] = None,
     device: Annotated[str | None, typer.Option(help="Where the model runs.")] = None,
     activations: Annotated[
-        bool, typer.Option(help="Round inputs of quantized layers as engines do.")
+        bool, typer.Option(help="Round inputs of quantized layers, keys and values as engines do.")
     ] = True,
     keep: Annotated[str | None, typer.Option(help="Folder to write all predictions into.")] = None,
     against: Annotated[

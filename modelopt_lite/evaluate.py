@@ -1,7 +1,7 @@
 """Perplexity of a checkpoint, original or quantized, with one unit of weights in memory at a time.
 
 A quantized checkpoint is decoded to its model's dtype as it is read. What an engine does to inputs
-is simulated (`modelopt_lite.calibrate.rounding`); a quantized key and value cache is not.
+and to keys and values is simulated (`modelopt_lite.rounding`).
 
 Shape suffixes: B sequences, T tokens, V vocabulary.
 """
@@ -31,7 +31,6 @@ from modelopt_lite.calibrate.data import (
 )
 from modelopt_lite.calibrate.model_code import model_code
 from modelopt_lite.calibrate.observe import InputWatch
-from modelopt_lite.calibrate.rounding import InputRounding
 from modelopt_lite.calibrate.text import evaluation_text
 from modelopt_lite.checkpoint.dequant import DequantizedSource, Source, open_source
 from modelopt_lite.checkpoint.names import map_names
@@ -49,6 +48,7 @@ from modelopt_lite.plan import Plan
 from modelopt_lite.predictions import Predictions
 from modelopt_lite.progress import Progress, make_progress
 from modelopt_lite.recipes import Recipe
+from modelopt_lite.rounding import Rounding, rounding_of
 
 Given = str | Path | Tensor | Iterable[Tensor] | Iterable[str] | None
 
@@ -131,7 +131,8 @@ def perplexity(
         device: Where the model runs; default the accelerator if there is one, else the CPU.
         activations: In a checkpoint of one of our dialects, round the inputs of each linear layer
             and expert whose format quantizes them: a simulation of what engines serve. Other
-            sources' inputs stay as they are.
+            sources' inputs stay as they are. Keys and values are rounded as the cache that the
+            checkpoint states keeps them.
         keep: Folder to write all predictions into: a number of the model's dtype for each token
             and word of the vocabulary. They take the place of older ones when all are there.
         against: Folder of predictions that an earlier call kept, of the same text in the same
@@ -169,7 +170,7 @@ def perplexity(
                 divergence = Predictions(against).divergence(index, logits_BTV)
             return _summed_loss(logits_BTV[:, :-1], batches[index][:, 1:]), divergence
 
-        rounding = input_rounding(job, activations=activations)
+        rounding = rounding_of(job, activations=activations)
         keeping = Predictions(keep).keeping() if keep is not None else nullcontext()
         with keeping, make_progress(progress) as tell:
             found = run_batches(job, batches, rounding, tell, take)
@@ -210,13 +211,6 @@ def open_job(folder: Path, source: Source, trust: bool, device: str | torch.devi
         units=find_units(model, ptq_facts(spec).layer_names),
     )
     return Job(folder, source, model, model_type, plan, pick_device(device))
-
-
-def input_rounding(job: Job, *, activations: bool) -> InputRounding | None:
-    """Return what rounds inputs as engines do; None where nothing does."""
-    if activations and isinstance(job.source, DequantizedSource):
-        return InputRounding(job.source, job.plan.names, job.device)
-    return None
 
 
 def read_text(text: EvalText, seq_len: int, max_tokens: int | None) -> ReadText:
@@ -326,7 +320,7 @@ def _predicted_bytes(tokenizer: Any, text: str, rows: list[Tensor]) -> int:
 def run_batches(
     job: Job,
     batches: list[Tensor],
-    rounding: InputRounding | None,
+    rounding: Rounding | None,
     tell: Progress,
     take: Callable[[int, Tensor], Result],
     left: Callable[[Unit], None] = lambda unit: None,
@@ -336,7 +330,7 @@ def run_batches(
     Args:
         job: The checkpoint.
         batches: Token ids [B, T] on the job's device.
-        rounding: Rounds inputs, where not None.
+        rounding: Rounds as engines do, where not None.
         tell: Hears of progress.
         take: Called with a batch's position and its logits [B, T, V].
         left: Called with each unit that all batches have run through.
@@ -348,8 +342,8 @@ def run_batches(
     model, store = job.model, job.store()
     watch = InputWatch(lambda site, x, batched: None)
     if rounding is not None:
-        watch = InputWatch(rounding.visit, rounding.amend)
-    watched = rounding.entries if rounding else set()
+        watch = InputWatch(rounding.inputs.visit, rounding.inputs.amend)
+    watched = rounding.inputs.entries if rounding else set()
     units = job.plan.units
     done: set[str] = set()
 
@@ -360,7 +354,7 @@ def run_batches(
     def leaving(loaded: Loaded, give_back: Callable[[], None]) -> None:
         give_back()
         if rounding is not None:
-            rounding.forget(loaded.unit.entries)
+            rounding.inputs.forget(loaded.unit.entries)
         left(loaded.unit)
         done.add(loaded.unit.name)
         tell(f"unit {loaded.unit.name}", len(done), len(units))
@@ -372,7 +366,8 @@ def run_batches(
 
     _, budget = job.unit_bytes()
     streamed = StreamedModel(model, store, units, budget=budget, entered=entered, leaving=leaving)
-    with eager_experts(model), torch.inference_mode(), streamed:
+    seen = rounding.cache.watching() if rounding else nullcontext()
+    with eager_experts(model), torch.inference_mode(), seen, streamed:
         return streamed.run_together([partial(forward, index) for index in range(len(batches))])
 
 

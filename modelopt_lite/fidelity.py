@@ -26,7 +26,6 @@ from modelopt_lite.checkpoint.dequant import open_source
 from modelopt_lite.errors import CalibrationError, CheckpointError, InternalError, NonFiniteError
 from modelopt_lite.evaluate import (
     EvalText,
-    input_rounding,
     load_batches,
     open_job,
     read_text,
@@ -37,6 +36,7 @@ from modelopt_lite.offload.units import Unit
 from modelopt_lite.output import resolve_checkpoint
 from modelopt_lite.predictions import token_divergences
 from modelopt_lite.progress import Progress, make_progress
+from modelopt_lite.rounding import rounding_of
 
 _CHUNK = 1 << 20  # logits of each side that are float64 at a time: 8 MiB
 
@@ -188,7 +188,7 @@ class _Side:
         """Give a side; end it where it is left before its end."""
 
         def body(side: _Side) -> None:
-            rounding = input_rounding(job, activations=activations)
+            rounding = rounding_of(job, activations=activations)
             run_batches(job, batches, rounding, tell, side.give_logits, side.give_layer)
 
         side = cls(body)

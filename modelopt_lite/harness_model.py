@@ -14,9 +14,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from modelopt_lite.errors import CalibrationError
-from modelopt_lite.evaluate import fitting_rows, input_rounding, run_batches
+from modelopt_lite.evaluate import fitting_rows, run_batches
 from modelopt_lite.job import Job
 from modelopt_lite.progress import Progress
+from modelopt_lite.rounding import rounding_of
 
 _LENGTH = 2048  # tokens, where the config states none
 _GENERATED = 256  # tokens, where a task states none
@@ -199,7 +200,7 @@ class LockstepModel(TemplateLM):  # type: ignore[misc]
                 ids_BT = torch.tensor([rows[n] for n in members[-1]])
                 batches.append(ids_BT.to(job.device))
         if batches:
-            rounding = input_rounding(job, activations=self._activations)
+            rounding = rounding_of(job, activations=self._activations)
             run_batches(
                 job, batches, rounding, self._tell, lambda n, logits: take(members[n], logits)
             )

@@ -29,7 +29,8 @@ def read_schemes(checkpoint: Checkpoint) -> tuple[Schemes, list[Finding]]:
                 f"{STATUS!r}; transformers then takes codes for weights, export again",
             )
         )
-    if not stated.schemes or not all(s.targets and s.weights for s in stated.schemes):
+    empty = not stated.schemes and stated.kv_cache is None  # a cache may be all that is quantized
+    if empty or not all(s.targets and s.weights for s in stated.schemes):
         findings.append(
             Finding(
                 "config-groups",

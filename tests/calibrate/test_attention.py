@@ -142,3 +142,41 @@ def test_nan_and_signs() -> None:
     stats.visit("a", one, one)
     assert float(stats.key["a"].amax) == 3.0
     assert stats.value["a"].amax.isnan()
+
+
+def test_what_is_returned_is_attended_to(build_model: BuildModel) -> None:
+    model = build_model("llama", attn_implementation="sdpa")
+    plain = run(model)
+    with watch_attention(model, lambda path, key, value: (key, torch.zeros_like(value))):
+        changed = run(model)
+    with watch_attention(model, lambda path, key, value: (key, value)):
+        assert torch.equal(run(model), plain)
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.zero_()
+    assert torch.equal(run(model), changed)
+    assert not torch.equal(plain, changed)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_two_models_are_watched_and_left_in_any_order(
+    implementation: str, build_model: BuildModel
+) -> None:
+    """As the two sides of a comparison are: each sees its own calls, to the last."""
+    models = [build_model("llama", attn_implementation=implementation) for _ in range(2)]
+    before = dict(TABLE._local_mapping)
+    stats = [CacheStats(), CacheStats()]
+    watches = [watch_attention(m, s.visit) for m, s in zip(models, stats, strict=True)]
+    for watch in watches:
+        watch.__enter__()
+    run(models[1])
+    assert [len(seen.key) for seen in stats] == [0, 2]
+    watches[0].__exit__(None, None, None)
+    stats[1].key.clear()
+    for model in models:
+        run(model)
+    assert [len(seen.key) for seen in stats] == [0, 2]
+    watches[1].__exit__(None, None, None)
+    assert TABLE._local_mapping == before
+    stats[1].key.clear()
+    run(models[1])
+    assert not stats[1].key

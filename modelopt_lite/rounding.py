@@ -1,0 +1,113 @@
+"""Round what an engine rounds while it runs a quantized checkpoint.
+
+That is the inputs of matrices (`modelopt_lite.calibrate.rounding`), and keys and values as a cache
+gives them back. A simulation: what the attention function gets is rounded, the query is not, and
+every token is read from the cache, those of its own forward pass too.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from modelopt_lite.cache_scales import attention_layers
+from modelopt_lite.calibrate.attention import watch_attention
+from modelopt_lite.calibrate.rounding import InputRounding
+from modelopt_lite.checkpoint.dequant import DequantizedSource
+from modelopt_lite.checkpoint.names import NameMap
+from modelopt_lite.formats.cache import CACHE_FORMATS, CacheFormat, stated_cache
+from modelopt_lite.job import Job
+from modelopt_lite.models.specs import PTQSpec, ptq_facts
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What belongs to the keys, or the values, of a layer."""
+
+    scale: Tensor | None
+    bias: Tensor | None
+
+
+class CacheRounding:
+    """Rounds the keys and values of every attention layer that calls transformers' functions.
+
+    Other layers' keys and values are not seen, and stay as they are. Biases count where the format
+    is an affine one: an engine that is told of FP8 alone subtracts none.
+
+    Args:
+        source: The quantized checkpoint; one that states no cache of ours rounds nothing.
+        model: Its model.
+        names: How the two correspond.
+        ptq: What is known of the architecture.
+        device: Where the model runs.
+    """
+
+    def __init__(
+        self,
+        source: DequantizedSource,
+        model: nn.Module,
+        names: NameMap,
+        ptq: PTQSpec,
+        device: torch.device,
+    ) -> None:
+        self._source, self._model, self._device = source, model, device
+        algo = stated_cache(source.quantization)
+        self.format: CacheFormat | None = next(
+            (fmt for fmt in CACHE_FORMATS.values() if fmt.algo == algo), None
+        )
+        self._kept: dict[str, tuple[_Kept, _Kept]] = {}
+        if self.format is not None:
+            for layer in attention_layers(model, names, ptq):
+                key, value = (
+                    self._read(layer.prefix, name, letter)
+                    for name, letter in zip(ptq.key_value_names, "kv", strict=True)
+                )
+                self._kept[layer.path] = (key, value)
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Round while this context lasts."""
+        return watch_attention(self._model, self.visit)
+
+    def visit(self, module: str, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values [B, heads, T, head_dim] as the cache gives them back."""
+        if self.format is None or module not in self._kept:
+            return None
+        of_key, of_value = self._kept[module]
+        return (
+            self.format.fake_quantize(key, of_key.scale, of_key.bias),
+            self.format.fake_quantize(value, of_value.scale, of_value.bias),
+        )
+
+    def _read(self, prefix: str, projection: str, letter: str) -> _Kept:
+        base = self._source.base
+        names = (f"{prefix}.{projection}.{letter}_scale", f"{prefix}.{letter}_scale")
+        scale = next((base.read(name) for name in names if name in base.tensors), None)
+        if scale is not None:
+            scale = scale.float().reshape(()).to(self._device)
+        bias = f"{prefix}.{projection}.{letter}_bias"
+        if self.format is None or not self.format.affine or bias not in base.tensors:
+            return _Kept(scale, None)
+        return _Kept(scale, base.read(bias).to(self._device))
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What rounds as engines do: the inputs of matrices, and keys and values."""
+
+    inputs: InputRounding
+    cache: CacheRounding
+
+
+def rounding_of(job: Job, *, activations: bool) -> Rounding | None:
+    """Return what rounds as engines do; None where nothing does."""
+    source, names, device = job.source, job.plan.names, job.device
+    if not activations or not isinstance(source, DequantizedSource):
+        return None
+    ptq = ptq_facts(job.plan.spec)
+    return Rounding(
+        InputRounding(source, names, device),
+        CacheRounding(source, job.model, names, ptq, device),
+    )
