@@ -71,8 +71,9 @@ BUNDLED, SMOLLM2 = "tiny_qwen3_moe (trained)", "SmolLM2-135M-Instruct"
 NO_DOWN = Recipe(name="int8, down_proj left", weights="int8", exclude=("*.down_proj",))
 # Without AMX llama's feed-forward layers ask for silu_and_mul_quant, which the CPU build lacks.
 FP8_NO_DOWN = Recipe(name="fp8, down_proj left", weights="fp8", exclude=("*.down_proj",))
-# Model, recipe, dialect, and where it must run: by the kernels that the CPU build has. Those of FP8
-# in blocks and of experts in FP8 or INT8 take a processor with AMX; NVFP4 and MXFP8 have none.
+# Model, recipe, dialect, and where it must run: by the kernels that the CPU build has. Those of
+# quantized experts, of FP8 in blocks, and of static FP8 in the compressed-tensors dialect take a
+# processor with AMX; NVFP4 and MXFP8 have none.
 Case = tuple[str, str | Recipe, str, str]
 EVERYWHERE, WITH_AMX, NOWHERE = "everywhere", "with AMX", "nowhere"
 CASES: tuple[Case, ...] = (
@@ -91,7 +92,7 @@ CASES: tuple[Case, ...] = (
     ("llama, hidden 512", "fp8", "modelopt", WITH_AMX),
     ("llama, hidden 512", "fp8", "compressed-tensors", WITH_AMX),
     ("qwen3, hidden 512", "fp8", "modelopt", EVERYWHERE),
-    ("qwen3, hidden 512", "fp8", "compressed-tensors", EVERYWHERE),
+    ("qwen3, hidden 512", "fp8", "compressed-tensors", WITH_AMX),
     ("llama, hidden 512", "int8", "compressed-tensors", EVERYWHERE),
     ("llama, hidden 512", "int8_per_channel_per_token", "compressed-tensors", EVERYWHERE),
     ("llama, hidden 512", "fp8_per_channel_per_token", "modelopt", EVERYWHERE),
@@ -100,7 +101,7 @@ CASES: tuple[Case, ...] = (
     ("llama, hidden 512", "nvfp4", "modelopt", NOWHERE),
     ("llama, hidden 512", "nvfp4", "compressed-tensors", NOWHERE),
     ("llama, hidden 512", "mxfp8", "modelopt", NOWHERE),
-    (BUNDLED, "int4_weight_only", "compressed-tensors", EVERYWHERE),
+    (BUNDLED, "int4_weight_only", "compressed-tensors", WITH_AMX),
 )
 
 
@@ -213,10 +214,11 @@ vLLM {version}, its CPU build, nothing in it replaced; {_processor()}. "ours" an
 "vLLM" are the mean log-probability of {PROMPTS * (LENGTH - 1):,} tokens in {PROMPTS} prompts (of
 text, where the model is a trained one): by `evaluate`, which rounds weights and inputs, and by the
 engine. They may lie {NATS} nats apart. If the build has no kernel on this processor, what it says
-is there: those of FP8 in blocks and of experts in FP8 or INT8 need AMX; NVFP4 and MXFP8 have none,
-nor have experts in INT8 whose inputs have static scales. Without AMX the engine's code of llama
-joins the activation before `down_proj` with the rounding to FP8 in one operation, which its CPU
-build lacks: FP8 with static scales runs there in other models, or where `down_proj` is left.
+is there: those of quantized experts, of FP8 in blocks, and of FP8 with static scales in the
+compressed-tensors dialect need AMX; NVFP4 and MXFP8 have none, nor have experts in INT8 whose
+inputs have static scales. Without AMX the engine's code of llama joins the activation before
+`down_proj` with the rounding to FP8 in one operation, which its CPU build lacks: FP8 with static
+scales runs there in other models, or where `down_proj` is left.
 
 {table}
 {WHY}
