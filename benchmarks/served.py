@@ -163,7 +163,8 @@ def ask_engine(python: Path, export: Path, ids: Tensor, work: Path) -> dict[str,
         env=environment,
     )
     if ran.returncode or not out.is_file():
-        said = " ".join(ran.stderr.partition("Traceback")[2].split()) or "no output"
+        told = ran.stderr.partition("Traceback")[2].partition("Processed prompts:")[0]
+        said = " ".join(told.split()) or "no output"
         at = max(said.rfind("Error: "), said.rfind("Exception: "))
         return {"error": said[at:].partition(": ")[2][:300] if at >= 0 else said[-300:]}
     return dict(json.loads(out.read_text()))
