@@ -215,9 +215,9 @@ vLLM {version}, its CPU build, nothing in it replaced; {_processor()}. "ours" an
 "vLLM" are the mean log-probability of {PROMPTS * (LENGTH - 1):,} tokens in {PROMPTS} prompts (of
 text, where the model is a trained one): by `evaluate`, which rounds weights and inputs, and by the
 engine. They may lie {NATS} nats apart. If the build has no kernel on this processor, what it says
-is there: those of quantized experts, of FP8 in blocks, and of FP8 with static scales in the
-compressed-tensors dialect need AMX; NVFP4 and MXFP8 have none, nor have experts in INT8 whose
-inputs have static scales. Without AMX the engine's code of llama joins the activation before
+is there: by its source those of quantized experts, of FP8 in blocks, and of FP8 with static scales
+in the compressed-tensors dialect need AMX; NVFP4 and MXFP8 have none, nor have experts in INT8
+whose inputs have static scales. Without AMX the engine's code of llama joins the activation before
 `down_proj` with the rounding to FP8 in one operation, which its CPU build lacks: FP8 with static
 scales runs there in other models, or where `down_proj` is left.
 

@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("export", type=Path)
     arguments = parser.parse_args()
     logging.disable_progress_bar()
-    ids_BT = prompts(arguments.source)[:4, :128]
+    ids_BT = prompts(arguments.source).flatten()[:512].view(4, 128)
     ways = [
         (w, torch.bfloat16) for w in ("original", "inputs left", "as evaluate does", "integers")
     ]

@@ -83,8 +83,8 @@ def find_caches(
     """Return the scales of every attention layer; engines look for those of MLA's under its names.
 
     Raises:
-        RecipeError: There is no such layer, one whose keys and values cannot be seen, or one that
-            has no room for the biases of an affine format.
+        RecipeError: There is no such layer, one whose keys and values cannot be seen, one whose
+            heads do not fit the format, or one that has no room for the biases of an affine format.
     """
     key_name, value_name = ptq.key_value_names
     found = []
@@ -97,6 +97,11 @@ def find_caches(
             key=Output(f"{layer.prefix}.{key_name}.k_scale", torch.float32, ()),
             value=Output(f"{layer.prefix}.{value_name}.v_scale", torch.float32, ()),
         )
+        head_dim = getattr(module, "head_dim", None)
+        if isinstance(head_dim, int) and (problem := fmt.problem(head_dim)):
+            raise RecipeError(
+                f"the KV cache of {layer.path!r} cannot be {fmt.name}: {problem}; use kv_cache fp8"
+            )
         if fmt.affine:
             scale = _with_biases(scale, module, layer.prefix, ptq, tensors)
         found.append(scale)

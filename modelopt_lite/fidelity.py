@@ -90,7 +90,7 @@ def compare_predictions(
         max_tokens: The most tokens; None for all.
         batch_size: Sequences a batch; None as for `modelopt_lite.perplexity`.
         device: Where both run.
-        activations: Round the inputs of quantized layers as engines do.
+        activations: Round inputs of quantized layers, keys and values as engines do.
         trust_remote_code: Allow code that the checkpoints bring.
         progress: True, or a function ``(phase, done, total)`` to follow it.
 

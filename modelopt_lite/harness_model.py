@@ -31,7 +31,7 @@ class LockstepModel(TemplateLM):  # type: ignore[misc]
         tokenizer: Its tokenizer.
         tell: Told how far a pass is.
         batch_size: Sequences a batch.
-        activations: Round the inputs of quantized layers as engines do.
+        activations: Round inputs of quantized layers, keys and values as engines do.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ import torch
 
 from modelopt_lite.apply import apply_recipe, regroup
 from modelopt_lite.cache_scales import KVCacheScale, find_caches
-from modelopt_lite.calibrate.algorithms import check_formats
+from modelopt_lite.calibrate.algorithms import check_formats, check_stacks
 from modelopt_lite.calibrate.observe import Site
 from modelopt_lite.checkpoint.names import NameMap, Region, natural_key
 from modelopt_lite.dialects.base import Dialect
@@ -247,6 +247,8 @@ def make_plan(
     )
     plan.unquantized = _unquantized_modules(plan, structure)
     plan.notes += check_formats(recipe.algorithm, numerics, plan.formats)
+    stacks = {m.name: FORMATS[m.format] for m in matrices if m.stacked and m.input_major}
+    check_stacks(recipe.algorithm, numerics, stacks)
     if spec is None:
         plan.fallbacks.append(
             f"no spec for model_type {model_type!r}: linear layers and experts were found by "

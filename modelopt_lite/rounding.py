@@ -18,9 +18,42 @@ from modelopt_lite.calibrate.attention import watch_attention
 from modelopt_lite.calibrate.rounding import InputRounding
 from modelopt_lite.checkpoint.dequant import DequantizedSource
 from modelopt_lite.checkpoint.names import NameMap
+from modelopt_lite.errors import CheckpointError
+from modelopt_lite.formats import fp8, nvfp4
 from modelopt_lite.formats.cache import CACHE_FORMATS, CacheFormat, stated_cache
 from modelopt_lite.job import Job
 from modelopt_lite.models.specs import PTQSpec, ptq_facts
+
+# What scales are called: by us, by compressed-tensors, and by older writers.
+_NAMES = (
+    "{projection}.{letter}_scale",
+    "{letter}_scale",
+    "attn.{letter}_scale",
+    "{projection}.output_scale",
+    "kv_scale",
+)
+
+
+def from_cache(
+    fmt: CacheFormat, x: Tensor, scale: Tensor | None, bias: Tensor | None = None
+) -> Tensor:
+    """Return keys or values as a cache gives them back, in their dtype.
+
+    Args:
+        fmt: How they are kept.
+        x: [B, heads, T, head_dim].
+        scale: float32, largest magnitude over 448, [] or in FP8 [1, heads, 1, 1]; None to scale by
+            1. NVFP4 has it for the scale of the whole, as TensorRT-LLM takes it, so blocks reach
+            six times the largest magnitude.
+        bias: [1, heads, 1, head_dim], of the affine formats: subtracted before, added behind.
+
+    Raises:
+        ShapeError: See `CacheFormat.problem`.
+    """
+    if bias is not None:
+        return (from_cache(fmt, x.float() - bias.float(), scale) + bias.float()).to(x.dtype)
+    scale = x.new_ones((), dtype=torch.float32) if scale is None else scale
+    return fp8.fake_quantize(x, scale) if fmt.block is None else nvfp4.fake_quantize(x, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +67,12 @@ class _Kept:
 class CacheRounding:
     """Rounds the keys and values of every attention layer that calls transformers' functions.
 
-    Other layers' keys and values are not seen, and stay as they are. Biases count where the format
-    is an affine one: an engine that is told of FP8 alone subtracts none.
+    Other layers' keys and values are not seen, and stay as they are. Of latent attention (MLA) the
+    heads are rounded, where engines keep the latent vector that heads are made of. Biases count
+    where the format is an affine one: an engine that is told of FP8 alone subtracts none.
+
+    Raises:
+        CheckpointError: NVFP4 with several scales for a layer, or heads that are no whole blocks.
 
     Args:
         source: The quantized checkpoint; one that states no cache of ours rounds nothing.
@@ -66,6 +103,12 @@ class CacheRounding:
                     for name, letter in zip(ptq.key_value_names, "kv", strict=True)
                 )
                 self._kept[layer.path] = (key, value)
+                head_dim = getattr(model.get_submodule(layer.path), "head_dim", None)
+                if isinstance(head_dim, int) and (problem := self.format.problem(head_dim)):
+                    raise CheckpointError(
+                        f"{source.path}: the KV cache is {self.format.name}, and {problem}; leave "
+                        "it alone with activations=False"
+                    )
 
     def watching(self) -> AbstractContextManager[None]:
         """Round while this context lasts."""
@@ -77,20 +120,34 @@ class CacheRounding:
             return None
         of_key, of_value = self._kept[module]
         return (
-            self.format.fake_quantize(key, of_key.scale, of_key.bias),
-            self.format.fake_quantize(value, of_value.scale, of_value.bias),
+            from_cache(self.format, key, of_key.scale, of_key.bias),
+            from_cache(self.format, value, of_value.scale, of_value.bias),
         )
 
     def _read(self, prefix: str, projection: str, letter: str) -> _Kept:
         base = self._source.base
-        names = (f"{prefix}.{projection}.{letter}_scale", f"{prefix}.{letter}_scale")
-        scale = next((base.read(name) for name in names if name in base.tensors), None)
-        if scale is not None:
-            scale = scale.float().reshape(()).to(self._device)
+        names = [f"{prefix}.{name}" for name in _NAMES]
+        names = [name.format(projection=projection, letter=letter) for name in names]
+        found = next((name for name in names if name in base.tensors), None)
+        scale = None if found is None else self._scale(found)
         bias = f"{prefix}.{projection}.{letter}_bias"
         if self.format is None or not self.format.affine or bias not in base.tensors:
             return _Kept(scale, None)
         return _Kept(scale, base.read(bias).to(self._device))
+
+    def _scale(self, name: str) -> Tensor | None:
+        """Return a scale, [] or [1, heads, 1, 1]; None for one that stands for none, <= 0."""
+        scale = self._source.base.read(name).float().to(self._device).flatten()
+        if not bool((scale > 0).all()):
+            return None
+        if len(scale) == 1:
+            return scale.reshape(())
+        if self.format is not None and self.format.block is None:
+            return scale.view(1, -1, 1, 1)
+        raise CheckpointError(
+            f"{self._source.path}: the scale {name!r} of the KV cache has {len(scale)} elements, "
+            "and NVFP4 has one for a layer; leave the cache alone with activations=False"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import transformers
+from packaging.version import Version
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -18,6 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from modelopt_lite import Recipe, perplexity, quantize_and_export
 from modelopt_lite.build import eager_experts
 from modelopt_lite.calibrate.products import fast_products
+from modelopt_lite.doctor.instance import instances
+from modelopt_lite.errors import CheckpointError, RecipeError
 from modelopt_lite.fidelity import compare_predictions
 from modelopt_lite.formats.cache import CACHE_FORMATS, stated_cache
 
@@ -49,7 +54,7 @@ def reference(
     amax = float(tensors[f"{stem}scale"]) * 448 if f"{stem}scale" in tensors else None
     bias = tensors[f"{stem}bias"].float() if cache.endswith("affine") else torch.zeros(())
     if cache.startswith("nvfp4"):
-        rounded = to_nvfp4(x.float() - bias, 1.0 if amax is None else amax / (6 * 448))
+        rounded = to_nvfp4(x.float() - bias, 1.0 if amax is None else amax / 448)
     else:
         rounded = to_fp8(x.float() - bias, 1.0 if amax is None else amax / 448)
     return (rounded + bias).to(x.dtype)
@@ -90,8 +95,10 @@ def exported(source: Path, out: Path, cache: str, batches: list[Tensor], **optio
     return out
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("cache", sorted(CACHE_FORMATS))
+@pytest.mark.parametrize(
+    ("cache", "kind"),
+    [*((cache, "llama") for cache in sorted(CACHE_FORMATS)), ("fp8", "qwen3_moe")],
+)
 def test_against_the_whole_model(
     cache: str,
     kind: str,
@@ -112,6 +119,86 @@ def test_against_the_whole_model(
     plain = nll_of_whole(source, token_batches, lambda path, letter, x: x)
     assert perplexity(out, text=token_batches, activations=False).nll == pytest.approx(plain)
     assert wanted != plain
+    # Keys and values larger than those that calibration saw, which is where formats part most.
+    tensors |= {name: t / 9 for name, t in tensors.items() if name.endswith(("k_scale", "v_scale"))}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    past = nll_of_whole(source, token_batches, rounded)
+    assert perplexity(out, text=token_batches).nll == pytest.approx(past, rel=1e-9)
+    assert (past == wanted) == ("cast" in cache)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["{0}_scale", "attn.{0}_scale", "{0}_proj.output_scale", "kv_scale", "{0}_proj.{0}_scale"],
+)
+def test_names_that_other_writers_use(
+    name: str, checkpoint: MakeCheckpoint, token_batches: list[Tensor], tmp_path: Path
+) -> None:
+    source = checkpoint("llama", **SIZES)
+    out = exported(source, tmp_path / "out", "fp8", token_batches)
+    tensors = load_file(out / "model.safetensors")
+    for scale in [n for n in tensors if n.endswith("_scale")]:
+        letter = scale[-len("k_scale")]
+        tensors.pop(scale)
+        prefix = scale.removesuffix(f"{letter}_proj.{letter}_scale")
+        tensors[f"{prefix}{name.format(letter)}"] = torch.tensor(1 / 64)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+
+    def rounded(path: str, letter: str, x: Tensor) -> Tensor:
+        return to_fp8(x, 1 / 64).bfloat16()
+
+    wanted = nll_of_whole(source, token_batches, rounded)
+    assert perplexity(out, text=token_batches).nll == pytest.approx(wanted, rel=1e-9)
+
+
+def test_scales_of_heads_and_scales_that_stand_for_none(
+    checkpoint: MakeCheckpoint, token_batches: list[Tensor], tmp_path: Path
+) -> None:
+    source = checkpoint("llama", **SIZES)
+    out = exported(source, tmp_path / "out", "fp8", token_batches)
+    tensors = load_file(out / "model.safetensors")
+    heads = torch.tensor([1 / 64, 1 / 1024])
+    for name in [n for n in tensors if n.endswith("_scale")]:
+        of_heads = name.endswith("k_scale")
+        tensors[name] = heads.clone().view(2, 1, 1) if of_heads else torch.tensor(-1.0)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+
+    def rounded(path: str, letter: str, x: Tensor) -> Tensor:
+        if letter == "v":
+            return to_fp8(x, 1.0).bfloat16()
+        parts = [to_fp8(part, float(s)) for part, s in zip(x.unbind(1), heads, strict=True)]
+        return torch.stack(parts, 1).bfloat16()
+
+    wanted = nll_of_whole(source, token_batches, rounded)
+    assert perplexity(out, text=token_batches).nll == pytest.approx(wanted, rel=1e-9)
+    config = out / "config.json"
+    config.write_text(config.read_text().replace('"num_bits": 8', '"num_bits": 4'))
+    assert perplexity(out, text=token_batches).nll == perplexity(source, text=token_batches).nll
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.13"), reason="has no zaya")
+def test_projections_that_lie_deeper_than_the_layer(tmp_path: Path) -> None:
+    """The scales of zaya stand beside its attention layers, whose projections lie in a part."""
+    instances("zaya")[0].model.bfloat16().save_pretrained(tmp_path / "zaya")
+    batches = [torch.arange(3, 35).view(2, 16)]
+    out = exported(tmp_path / "zaya", tmp_path / "out", "fp8", batches)
+    assert perplexity(out, text=batches).nll != perplexity(tmp_path / "zaya", text=batches).nll
+
+
+def test_heads_that_nvfp4_cannot_keep(
+    checkpoint: MakeCheckpoint, token_batches: list[Tensor], tmp_path: Path
+) -> None:
+    narrow = checkpoint("llama", **{**SIZES, "head_dim": 8})
+    with pytest.raises(RecipeError, match="head_dim=8 is not a multiple of 16; use kv_cache fp8"):
+        exported(narrow, tmp_path / "refused", "nvfp4", token_batches)
+    out = exported(narrow, tmp_path / "out", "fp8", token_batches)
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = "NVFP4"
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"head_dim=8 .*activations=False"):
+        perplexity(out, text=token_batches)
+    plain = perplexity(narrow, text=token_batches).nll
+    assert perplexity(out, text=token_batches, activations=False).nll == plain
 
 
 def test_the_other_dialect(
@@ -147,10 +234,14 @@ def test_a_comparison_of_two_exports(
     """Both sides run by turns, and the one that was begun first ends first."""
     source = checkpoint("llama", **SIZES)
     out = exported(source, tmp_path / "out", "nvfp4", token_batches)
-    found = compare_predictions(out, source, text=token_batches)
-    assert found.kl > 0
-    alone = [perplexity(path, text=token_batches).nll for path in (source, out)]
-    assert alone[0] != alone[1]
+    other = exported(source, tmp_path / "other", "fp8", token_batches)
+    alone = {path: perplexity(path, text=token_batches).nll for path in (source, out, other)}
+    assert len(set(alone.values())) == 3
+    for one in (source, other):
+        found = compare_predictions(out, one, text=token_batches)
+        assert found.kl > 0
+        assert math.log(found.export_perplexity) == pytest.approx(alone[out], rel=1e-6)
+        assert math.log(found.source_perplexity) == pytest.approx(alone[one], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +252,11 @@ def test_a_comparison_of_two_exports(
         ({"kv_cache_quant_algo": "nvfp4"}, "NVFP4"),
         ({"kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False}}, "FP8"),
         ({"kv_cache_scheme": "NVFP4_AFFINE"}, "NVFP4_AFFINE"),
+        ({"kv_cache_scheme": None, "kv_cache_quant_algo": "FP8"}, "FP8"),
+        (
+            {"kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": True}},
+            "{'type': 'float', 'num_bits': 8, 'dynamic': True}",
+        ),
         ({"kv_cache_scheme": {"type": "int", "num_bits": 8}}, "{'type': 'int', 'num_bits': 8}"),
     ],
 )

@@ -32,7 +32,7 @@ LAYERS = (
     ("run", "evaluate"),
     ("pipeline", "data_free"),
     ("ranks",),
-    ("budgets", "finishing", "offloading", "resume"),
+    ("budgets", "finishing", "offloading", "resume", "rounding"),
     ("predict",),
     ("rereads", "searching"),
     ("sharding",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from modelopt_lite.calibrate.algorithm import Algorithm
@@ -66,3 +66,26 @@ def check_formats(
         f"{problem}"
         for name, problem in problems.items()
     ]
+
+
+def check_stacks(
+    choice: AlgorithmChoice, numerics: Numerics, stacks: Mapping[str, LinearFormat]
+) -> None:
+    """Refuse to search scales that would lie along another axis than products do.
+
+    Args:
+        choice: The algorithm.
+        numerics: ``modelopt`` has the peer's layout of stacks.
+        stacks: Stacks that lie [E, in, out] on disk, and their formats.
+
+    Raises:
+        RecipeError: The blocks of one run along ``out``, and scales are searched.
+    """
+    algorithm = make_algorithm(choice, numerics)
+    for name, fmt in stacks.items() if algorithm is not None else ():
+        if algorithm and not fmt.turns(True, numerics) and algorithm.problem(fmt) is None:
+            raise RecipeError(
+                f"{name!r}: numerics={numerics!r} has blocks of {fmt.name} along the last axis "
+                f"as stored, and {choice.method!r} chooses scales along what is multiplied; take "
+                'the algorithm "max", or numerics="exact"'
+            )

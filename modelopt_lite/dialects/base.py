@@ -91,12 +91,12 @@ class Dialect(ABC):
         """Return the rule by which a format of the cache cannot be kept; None if it can."""
 
     @abstractmethod
-    def pre_quant_scale_problem(self) -> str | None:
-        """Return the rule by which a scale of each channel of inputs cannot be kept; or None."""
+    def pre_quant_scale_problem(self, fmt: LinearFormat) -> str | None:
+        """Return why a scale of each channel of inputs cannot stand beside a format, or None."""
 
     @abstractmethod
-    def factors_problem(self) -> str | None:
-        """Return the rule by which low-rank factors of a matrix cannot be kept; or None."""
+    def factors_problem(self, fmt: LinearFormat) -> str | None:
+        """Return why low-rank factors of a matrix cannot stand beside a format, or None."""
 
     @abstractmethod
     def tensors(

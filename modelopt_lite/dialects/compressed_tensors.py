@@ -73,14 +73,14 @@ class CompressedTensors(Dialect):
             return "its kv_cache_scheme wants a scale for each layer; use the cache format 'fp8'"
         return None
 
-    def pre_quant_scale_problem(self) -> str | None:
+    def pre_quant_scale_problem(self, fmt: LinearFormat) -> str | None:
         """See `Dialect.pre_quant_scale_problem`."""
         return (
             "it has no tensor for scales of the channels of inputs, and the model has no norm or "
             "linear before this matrix that takes them up"
         )
 
-    def factors_problem(self) -> str | None:
+    def factors_problem(self, fmt: LinearFormat) -> str | None:
         """See `Dialect.factors_problem`."""
         return "it has no tensors for low-rank factors that stand beside a matrix"
 

@@ -18,6 +18,9 @@ from modelopt_lite.formats.cache import CacheFormat
 from modelopt_lite.formats.declared import MIXED, Declared
 from modelopt_lite.formats.linear import LinearFormat
 
+# Parts of names of algorithms that have scales of the channels of inputs, and factors.
+_SMOOTHED = ("AWQ", "SVD", "SQ")
+_FACTORED = "SVD"
 QUANT_CONFIG_FILE = "hf_quant_config.json"
 # TensorRT-LLM knows the nested file by the producer's name; the version is the dialect's.
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -41,13 +44,22 @@ class ModelOpt(Dialect):
         """See `Dialect.cache_problem`."""
         return None
 
-    def pre_quant_scale_problem(self) -> str | None:
+    def pre_quant_scale_problem(self, fmt: LinearFormat) -> str | None:
         """See `Dialect.pre_quant_scale_problem`."""
-        return None
+        algo = algo_name(fmt, "scale")
+        if any(part in algo for part in _SMOOTHED):
+            return None
+        return (
+            f"quant_algo {algo} has no scales of the channels of inputs, and the model has no norm "
+            "or linear before this matrix that takes them up"
+        )
 
-    def factors_problem(self) -> str | None:
+    def factors_problem(self, fmt: LinearFormat) -> str | None:
         """See `Dialect.factors_problem`."""
-        return None
+        algo = algo_name(fmt, "factors")
+        if _FACTORED in algo:
+            return None
+        return f"quant_algo {algo} has no low-rank factors beside a matrix, NVFP4_SVD alone has"
 
     def tensors(
         self, fmt: LinearFormat, parts: Sequence[TensorSpec], shape: tuple[int, ...]

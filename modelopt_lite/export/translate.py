@@ -68,11 +68,12 @@ def contents(plan: Plan) -> Contents:
 def _check_matrices(plan: Plan, dialect: Dialect) -> None:
     problems = {}
     for matrix in plan.matrices:
-        problem = dialect.problem(FORMATS[matrix.format], matrix.shape)
+        fmt = FORMATS[matrix.format]
+        problem = dialect.problem(fmt, matrix.shape)
         if problem is None and matrix.keeps_factors:
-            problem = dialect.factors_problem()
-        if problem is None and matrix.keeps_scale:
-            problem = dialect.pre_quant_scale_problem()
+            problem = dialect.factors_problem(fmt)
+        elif problem is None and matrix.keeps_scale:
+            problem = dialect.pre_quant_scale_problem(fmt)
         if problem:
             problems[matrix.name] = problem
     if problems:

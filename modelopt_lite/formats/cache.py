@@ -7,12 +7,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from modelopt_lite.formats import fp8, nvfp4
-from modelopt_lite.formats.base import E2M1_MAX
-
 
 @dataclass(frozen=True, slots=True)
 class CacheFormat:
@@ -24,32 +18,20 @@ class CacheFormat:
         scaled: The export has a scale for the keys and one for the values of each layer. Without,
             engines scale by 1.
         affine: The export also has a bias for each head and channel, subtracted before rounding.
+        block: Channels of a head that share a scale, None without blocks.
     """
 
     name: str
     algo: str
     scaled: bool = True
     affine: bool = False
+    block: int | None = None
 
-    def fake_quantize(self, x: Tensor, scale: Tensor | None, bias: Tensor | None = None) -> Tensor:
-        """Return keys or values as the cache gives them back, in their dtype.
-
-        Args:
-            x: [B, heads, T, head_dim].
-            scale: float32 [], the largest magnitude over 448; None to scale by 1. In NVFP4, whose
-                largest code is 6, the scale of the whole is a sixth of it.
-            bias: [1, heads, 1, head_dim], of the affine formats: subtracted before, added behind.
-
-        Raises:
-            ShapeError: NVFP4, and head_dim is no multiple of 16.
-        """
-        if bias is not None:
-            centred = x.float() - bias.float()
-            return (self.fake_quantize(centred, scale) + bias.float()).to(x.dtype)
-        if self.algo.startswith("NVFP4"):
-            one = x.new_ones((), dtype=torch.float32)
-            return nvfp4.fake_quantize(x, one if scale is None else scale / E2M1_MAX)
-        return fp8.fake_quantize(x, x.new_ones((), dtype=torch.float32) if scale is None else scale)
+    def problem(self, head_dim: int) -> str | None:
+        """Return why heads of a size cannot be kept so, None if they can."""
+        if self.block is not None and head_dim % self.block:
+            return f"head_dim={head_dim} is not a multiple of {self.block}"
+        return None
 
 
 CACHE_FORMATS: Mapping[str, CacheFormat] = MappingProxyType(
@@ -59,9 +41,9 @@ CACHE_FORMATS: Mapping[str, CacheFormat] = MappingProxyType(
             CacheFormat("fp8", "FP8"),
             CacheFormat("fp8_cast", "FP8", scaled=False),
             CacheFormat("fp8_affine", "FP8_AFFINE", affine=True),
-            CacheFormat("nvfp4", "NVFP4"),
-            CacheFormat("nvfp4_cast", "NVFP4", scaled=False),
-            CacheFormat("nvfp4_affine", "NVFP4_AFFINE", affine=True),
+            CacheFormat("nvfp4", "NVFP4", block=16),
+            CacheFormat("nvfp4_cast", "NVFP4", scaled=False, block=16),
+            CacheFormat("nvfp4_affine", "NVFP4_AFFINE", affine=True, block=16),
         )
     }
 )
@@ -74,8 +56,8 @@ def stated_cache(section: Mapping[str, Any]) -> str | None:
     compressed-tensors and the flat home of modelopt describe FP8 in numbers; other numbers come
     back as they are, and None where nothing is said.
     """
-    stated = section.get("kv_cache_scheme", section.get("kv_cache_quant_algo"))
+    stated = section.get("kv_cache_scheme") or section.get("kv_cache_quant_algo")
     if isinstance(stated, dict):
         eight = stated.get("type") == "float" and stated.get("num_bits") == 8
-        return "FP8" if eight else str(stated)
+        return "FP8" if eight and not stated.get("dynamic") else str(stated)
     return None if stated is None else str(stated).upper()

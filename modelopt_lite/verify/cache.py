@@ -39,7 +39,8 @@ def check_kv(export: Export) -> Iterator[Finding]:
     if absent := [
         name
         for name in attentions
-        if name not in layers and not any(match_part(p, f"{name}.{key}") for p in left_out)
+        if not any(name == layer or name.startswith(f"{layer}.") for layer in layers)
+        and not any(match_part(p, f"{name}.{key}") for p in left_out)
     ]:
         yield Finding(
             "kv-missing",

@@ -28,6 +28,7 @@ _OTHER_ALGOS = frozenset(
         "W4A16_AWQ",
         "W4A8_AWQ",
         "W8A8_SQ_PER_CHANNEL",
+        "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN",
         "W8A16",
         "INT8",
         "FP8_BLOCK_SCALES",
