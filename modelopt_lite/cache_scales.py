@@ -97,8 +97,9 @@ def find_caches(
             key=Output(f"{layer.prefix}.{key_name}.k_scale", torch.float32, ()),
             value=Output(f"{layer.prefix}.{value_name}.v_scale", torch.float32, ()),
         )
-        head_dim = getattr(module, "head_dim", None)
-        if isinstance(head_dim, int) and (problem := fmt.problem(head_dim)):
+        sizes = (getattr(module, f"{name}head_dim", None) for name in ("", "qk_", "v_"))
+        problems = (fmt.problem(size) for size in sizes if isinstance(size, int))
+        if problem := next(filter(None, problems), None):
             raise RecipeError(
                 f"the KV cache of {layer.path!r} cannot be {fmt.name}: {problem}; use kv_cache fp8"
             )

@@ -21,6 +21,7 @@ from modelopt_lite.checkpoint.dequant import Source, model_dtype, open_source
 from modelopt_lite.checkpoint.shards import ExportLayout, plan_layout
 from modelopt_lite.checkpoint.sidecars import sidecar_files
 from modelopt_lite.device import move_buffers, pick_device
+from modelopt_lite.dialects.base import Dialect
 from modelopt_lite.dialects.known import make_dialect
 from modelopt_lite.dialects.modelopt import ModelOpt
 from modelopt_lite.errors import CheckpointError, RecipeError
@@ -299,8 +300,13 @@ def in_dialects(plan: Plan, dialects: Sequence[str], config: Mapping[str, Any]) 
     Raises:
         RecipeError: A dialect cannot keep what is planned; the rule is named.
     """
+    return [translate(plan, dialect) for dialect in make_dialects(dialects, config)]
+
+
+def make_dialects(names: Sequence[str], config: Mapping[str, Any]) -> list[Dialect]:
+    """Return dialects by their names, for a model of a config."""
     dtype = model_dtype(config)
-    return [translate(plan, make_dialect(name, dtype)) for name in dialects]
+    return [make_dialect(name, dtype) for name in names]
 
 
 def read_names(source: Source, model_type: str, *, trust_remote_code: bool) -> Structure:

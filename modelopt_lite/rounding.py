@@ -27,6 +27,8 @@ from modelopt_lite.models.specs import PTQSpec, ptq_facts
 # What scales are called: by us, by compressed-tensors, and by older writers.
 _NAMES = (
     "{projection}.{letter}_scale",
+    "{letter}_proj.{letter}_scale",
+    "qkv_proj.{letter}_scale",
     "{letter}_scale",
     "attn.{letter}_scale",
     "{projection}.output_scale",
@@ -43,8 +45,8 @@ def from_cache(
         fmt: How they are kept.
         x: [B, heads, T, head_dim].
         scale: float32, largest magnitude over 448, [] or in FP8 [1, heads, 1, 1]; None to scale by
-            1. NVFP4 has it for the scale of the whole, as TensorRT-LLM takes it, so blocks reach
-            six times the largest magnitude.
+            1. NVFP4 has it for the scale of the whole, as Model Optimizer defines it for both, so
+            blocks reach six times the largest magnitude.
         bias: [1, heads, 1, head_dim], of the affine formats: subtracted before, added behind.
 
     Raises:
@@ -72,7 +74,7 @@ class CacheRounding:
     where the format is an affine one: an engine that is told of FP8 alone subtracts none.
 
     Raises:
-        CheckpointError: NVFP4 with several scales for a layer, or heads that are no whole blocks.
+        CheckpointError: NVFP4 with several scales for a layer.
 
     Args:
         source: The quantized checkpoint; one that states no cache of ours rounds nothing.
@@ -103,12 +105,6 @@ class CacheRounding:
                     for name, letter in zip(ptq.key_value_names, "kv", strict=True)
                 )
                 self._kept[layer.path] = (key, value)
-                head_dim = getattr(model.get_submodule(layer.path), "head_dim", None)
-                if isinstance(head_dim, int) and (problem := self.format.problem(head_dim)):
-                    raise CheckpointError(
-                        f"{source.path}: the KV cache is {self.format.name}, and {problem}; leave "
-                        "it alone with activations=False"
-                    )
 
     def watching(self) -> AbstractContextManager[None]:
         """Round while this context lasts."""
@@ -119,10 +115,19 @@ class CacheRounding:
         if self.format is None or module not in self._kept:
             return None
         of_key, of_value = self._kept[module]
-        return (
-            from_cache(self.format, key, of_key.scale, of_key.bias),
-            from_cache(self.format, value, of_value.scale, of_value.bias),
-        )
+        return self._rounded(module, key, of_key), self._rounded(module, value, of_value)
+
+    def _rounded(self, module: str, x: Tensor, kept: _Kept) -> Tensor:
+        assert self.format is not None
+        problem = self.format.problem(x.shape[-1])
+        if kept.scale is not None and kept.scale.ndim and kept.scale.shape[1] != x.shape[1]:
+            problem = f"it has {kept.scale.shape[1]} scales for {x.shape[1]} heads"
+        if problem:
+            raise CheckpointError(
+                f"{self._source.path}: the KV cache of {module!r} is {self.format.name}, and "
+                f"{problem}; leave it alone with activations=False"
+            )
+        return from_cache(self.format, x, kept.scale, kept.bias)
 
     def _read(self, prefix: str, projection: str, letter: str) -> _Kept:
         base = self._source.base

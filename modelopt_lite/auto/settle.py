@@ -18,6 +18,7 @@ from modelopt_lite.job import (
     Job,
     check_config,
     in_dialects,
+    make_dialects,
     tensor_shapes,
 )
 from modelopt_lite.models import get_spec
@@ -125,6 +126,7 @@ def prepare_search(ckpt: str | Path, options: Options, recipe: Recipe) -> Search
     model_type = check_config(source, options.model_type, folder)
     model = build_meta_model(folder, source.config, trust_remote_code=options.trust_remote_code)
     structure = structure_of(model, tensor_shapes(source), get_spec(model_type))
+    dialects = dialect_names(options.dialect)
     space = find_space(
         structure,
         source,
@@ -132,10 +134,11 @@ def prepare_search(ckpt: str | Path, options: Options, recipe: Recipe) -> Search
         model_type=model_type,
         numerics=options.numerics,
         on_bad_shape=options.on_bad_shape,
+        dialects=make_dialects(dialects, source.config),
     )
     plans = list(space.plans.values())
     for plan in plans:
-        in_dialects(plan, dialect_names(options.dialect), source.config)
+        in_dialects(plan, dialects, source.config)
     device = pick_device(options.device)
     move_buffers(model, device)
     job = Job(folder, source, model, model_type, plans[0], device)

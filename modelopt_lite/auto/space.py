@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from modelopt_lite.apply import apply_recipe
 from modelopt_lite.auto.choose import Option
 from modelopt_lite.checkpoint.dequant import Source
+from modelopt_lite.dialects.base import Dialect
 from modelopt_lite.errors import RecipeError, ShapeError
+from modelopt_lite.export.translate import matrix_problem
 from modelopt_lite.formats.base import Numerics
 from modelopt_lite.formats.linear import get_format
 from modelopt_lite.job import tensor_shapes
@@ -141,6 +144,7 @@ def find_space(
     model_type: str,
     numerics: Numerics,
     on_bad_shape: str,
+    dialects: Sequence[Dialect],
 ) -> Space:
     """Find the groups of a model, and the formats that each can have.
 
@@ -151,6 +155,8 @@ def find_space(
         model_type: Selects the spec.
         numerics: Arithmetic of scales and quotients.
         on_bad_shape: "skip" leaves groups as they are that no format can hold.
+        dialects: Those of the export. A format is no choice where one has no room for what the
+            recipe's algorithm would put beside it.
 
     Raises:
         RecipeError: Unknown formats, or no group with a choice.
@@ -159,23 +165,28 @@ def find_space(
     auto = recipe.auto_quantize
     assert auto is not None
     shapes = tensor_shapes(source)
-    plans = {
-        fmt: make_plan(
-            structure,
-            shapes,
-            uniform(recipe, fmt),
-            model_type=model_type,
-            numerics=numerics,
-            on_bad_shape="skip",
-        )
-        for fmt in auto.formats
-        if fmt != NO_FORMAT
-    }
+    planned = partial(
+        make_plan,
+        structure,
+        shapes,
+        model_type=model_type,
+        numerics=numerics,
+        on_bad_shape="skip",
+    )
+    formats = [fmt for fmt in auto.formats if fmt != NO_FORMAT]
+    plans = {fmt: planned(uniform(recipe, fmt)) for fmt in formats}
     members = _members(structure, shapes, uniform(recipe, next(iter(plans))), model_type)
     layers = {unit.name for unit in structure.units if unit.is_layer}
     unit_of = {entry: unit.name for unit in structure.units for entry in unit.entries}
     space = Space(recipe, [], [], plans)
     held = {fmt: {m.name: m for m in plan.matrices} for fmt, plan in plans.items()}
+    for fmt in formats if recipe.algorithm.smooths else ():
+        smoothed = planned(replace(uniform(recipe, fmt), algorithm=recipe.algorithm)).matrices
+        found = {m.name: p for d in dialects for m in smoothed if (p := matrix_problem(m, d))}
+        held[fmt] = {name: m for name, m in held[fmt].items() if name not in found}
+        if found:
+            which = f"{next(iter(found))} ({counted(len(found), 'matrix', 'matrices')} in all)"
+            space.notes.append(f"{fmt} is no choice for {which}: {next(iter(found.values()))}")
     for name, candidates in members.items():
         place = structure.names.place(candidates[0].source)
         group = _group(name, candidates, held, shapes, unit_of[place[0]] if place else "")

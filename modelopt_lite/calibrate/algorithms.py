@@ -81,8 +81,8 @@ def check_stacks(
     Raises:
         RecipeError: The blocks of one run along ``out``, and scales are searched.
     """
-    algorithm = make_algorithm(choice, numerics)
-    for name, fmt in stacks.items() if algorithm is not None else ():
+    algorithm = None if choice.smooths else make_algorithm(choice, numerics)
+    for name, fmt in stacks.items():
         if algorithm and not fmt.turns(True, numerics) and algorithm.problem(fmt) is None:
             raise RecipeError(
                 f"{name!r}: numerics={numerics!r} has blocks of {fmt.name} along the last axis "

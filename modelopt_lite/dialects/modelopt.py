@@ -15,12 +15,9 @@ from torch import Tensor
 from modelopt_lite.dialects.base import Contents, Dialect
 from modelopt_lite.formats.base import TensorSpec
 from modelopt_lite.formats.cache import CacheFormat
-from modelopt_lite.formats.declared import MIXED, Declared
+from modelopt_lite.formats.declared import MIXED, Declared, has_channel_scales, has_factors
 from modelopt_lite.formats.linear import LinearFormat
 
-# Parts of names of algorithms that have scales of the channels of inputs, and factors.
-_SMOOTHED = ("AWQ", "SVD", "SQ")
-_FACTORED = "SVD"
 QUANT_CONFIG_FILE = "hf_quant_config.json"
 # TensorRT-LLM knows the nested file by the producer's name; the version is the dialect's.
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -47,7 +44,7 @@ class ModelOpt(Dialect):
     def pre_quant_scale_problem(self, fmt: LinearFormat) -> str | None:
         """See `Dialect.pre_quant_scale_problem`."""
         algo = algo_name(fmt, "scale")
-        if any(part in algo for part in _SMOOTHED):
+        if has_channel_scales(algo):
             return None
         return (
             f"quant_algo {algo} has no scales of the channels of inputs, and the model has no norm "
@@ -57,7 +54,7 @@ class ModelOpt(Dialect):
     def factors_problem(self, fmt: LinearFormat) -> str | None:
         """See `Dialect.factors_problem`."""
         algo = algo_name(fmt, "factors")
-        if _FACTORED in algo:
+        if has_factors(algo):
             return None
         return f"quant_algo {algo} has no low-rank factors beside a matrix, NVFP4_SVD alone has"
 

@@ -65,16 +65,20 @@ def contents(plan: Plan) -> Contents:
     )
 
 
+def matrix_problem(matrix: Matrix, dialect: Dialect) -> str | None:
+    """Return the rule by which a dialect cannot keep a matrix as it is planned, None if it can."""
+    fmt = FORMATS[matrix.format]
+    if problem := dialect.problem(fmt, matrix.shape):
+        return problem
+    if matrix.keeps_factors:
+        return dialect.factors_problem(fmt)
+    return dialect.pre_quant_scale_problem(fmt) if matrix.keeps_scale else None
+
+
 def _check_matrices(plan: Plan, dialect: Dialect) -> None:
     problems = {}
     for matrix in plan.matrices:
-        fmt = FORMATS[matrix.format]
-        problem = dialect.problem(fmt, matrix.shape)
-        if problem is None and matrix.keeps_factors:
-            problem = dialect.factors_problem(fmt)
-        elif problem is None and matrix.keeps_scale:
-            problem = dialect.pre_quant_scale_problem(fmt)
-        if problem:
+        if problem := matrix_problem(matrix, dialect):
             problems[matrix.name] = problem
     if problems:
         name, problem = next(iter(problems.items()))

@@ -16,6 +16,19 @@ MIXED = "MIXED_PRECISION"
 OTHER_NAMES = {"NVFP4_AWQ": "NVFP4", "NVFP4_SVD": "NVFP4"}
 
 
+_SMOOTHED, _FACTORED = ("AWQ", "SVD", "SQ"), "SVD"
+
+
+def has_channel_scales(algo: str | None) -> bool:
+    """Whether scales of the channels of inputs may stand beside matrices of a ``quant_algo``."""
+    return any(part in (algo or "") for part in _SMOOTHED)
+
+
+def has_factors(algo: str | None) -> bool:
+    """Whether low-rank factors may."""
+    return _FACTORED in (algo or "")
+
+
 @dataclass(frozen=True, slots=True)
 class Declared:
     """The formats that a config states; everything in upper case.

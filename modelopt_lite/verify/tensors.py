@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modelopt_lite.checkpoint.header import TensorInfo
 from modelopt_lite.formats import nvfp4
-from modelopt_lite.formats.declared import same_shape
+from modelopt_lite.formats.declared import has_channel_scales, has_factors, same_shape
 from modelopt_lite.verify.export import NO_SCALES, PACKED_DTYPES, Export, Module, chunks, scalar
 from modelopt_lite.verify.findings import Finding, shorten
 
@@ -81,10 +81,11 @@ def _check_packed(export: Export, module: Module, weight: TensorInfo) -> Iterato
                 f"{list(shape)} needs {list(spec.shape)}; export again",
             )
     yield from _check_packed_shape(export, module, shape)
-    allowed = {"pre_quant_scale"} if export.smoothed else set()
+    algo = export.algo_of(module)
+    allowed = {"pre_quant_scale"} if has_channel_scales(algo) else set()
     allowed |= {"weight_zero_point", "input_zero_point"}  # of zeros, and read by nobody
     factors = {suffix for suffix in module.scales if "svdquant_lora_" in suffix}
-    allowed |= factors if "SVD" in (export.algo or "") else set()
+    allowed |= factors if has_factors(algo) else set()
     if extra := sorted(set(module.scales) - set(wanted) - allowed):
         yield Finding(
             "scale-unexpected",
