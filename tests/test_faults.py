@@ -87,7 +87,7 @@ def setting(
 
 def turns(count: int, most: int) -> Iterator[int]:
     """Yield up to ``most`` numbers below ``count``, spread over all, the last among them."""
-    step = max(1, count // most)
+    step = max(1, -(-count // most))
     yield from range(count - 1, -1, -step)
 
 
