@@ -58,6 +58,10 @@ def stated_cache(section: Mapping[str, Any]) -> str | None:
     """
     stated = section.get("kv_cache_scheme") or section.get("kv_cache_quant_algo")
     if isinstance(stated, dict):
-        eight = stated.get("type") == "float" and stated.get("num_bits") == 8
-        return "FP8" if eight and not stated.get("dynamic") else str(stated)
+        return "FP8" if is_fp8(stated) and not stated.get("dynamic") else str(stated)
     return None if stated is None else str(stated).upper()
+
+
+def is_fp8(scheme: Mapping[str, Any]) -> bool:
+    """Whether numbers describe FP8, with whatever scales."""
+    return scheme.get("type") == "float" and scheme.get("num_bits") == 8

@@ -9,7 +9,7 @@ from typing import Any
 
 from modelopt_lite.checkpoint.reader import Checkpoint, read_json
 from modelopt_lite.errors import CheckpointError
-from modelopt_lite.formats.cache import stated_cache
+from modelopt_lite.formats.cache import is_fp8
 from modelopt_lite.formats.declared import MIXED, Declared
 from modelopt_lite.verify.export import Export, nested
 from modelopt_lite.verify.findings import Finding, shorten
@@ -128,7 +128,7 @@ def _read_flat(checkpoint: Checkpoint, findings: list[Finding]) -> QuantConfig |
         )
     scheme = section.get("kv_cache_scheme", section.get("kv_cache_quant_algo"))
     if isinstance(scheme, dict):
-        scheme = stated_cache(section)
+        scheme = "FP8" if is_fp8(scheme) else str(scheme)
     elif str(scheme).upper() == "FP8":
         findings.append(
             Finding(
