@@ -366,7 +366,7 @@ def run_batches(
 
     _, budget = job.unit_bytes()
     streamed = StreamedModel(model, store, units, budget=budget, entered=entered, leaving=leaving)
-    seen = rounding.cache.watching() if rounding else nullcontext()
+    seen = rounding.cache.watching() if rounding and rounding.cache else nullcontext()
     with eager_experts(model), torch.inference_mode(), seen, streamed:
         return streamed.run_together([partial(forward, index) for index in range(len(batches))])
 

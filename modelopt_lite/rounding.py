@@ -11,18 +11,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from modelopt_lite.cache_scales import attention_layers
 from modelopt_lite.calibrate.attention import watch_attention
 from modelopt_lite.calibrate.rounding import InputRounding
 from modelopt_lite.checkpoint.dequant import DequantizedSource
-from modelopt_lite.checkpoint.names import NameMap
 from modelopt_lite.errors import CheckpointError
 from modelopt_lite.formats import fp8, nvfp4
 from modelopt_lite.formats.cache import CACHE_FORMATS, CacheFormat, stated_cache
 from modelopt_lite.job import Job
-from modelopt_lite.models.specs import PTQSpec, ptq_facts
+from modelopt_lite.models.specs import ptq_facts
 
 # What scales are called: by us, by compressed-tensors, and by older writers.
 _NAMES = (
@@ -73,81 +72,68 @@ class CacheRounding:
     heads are rounded, where engines keep the latent vector that heads are made of. Biases count
     where the format is an affine one: an engine that is told of FP8 alone subtracts none.
 
+    Args:
+        source: The quantized checkpoint.
+        job: Its model, and how the two correspond.
+        fmt: The format of its cache.
+
     Raises:
         CheckpointError: NVFP4 with several scales for a layer.
-
-    Args:
-        source: The quantized checkpoint; one that states no cache of ours rounds nothing.
-        model: Its model.
-        names: How the two correspond.
-        ptq: What is known of the architecture.
-        device: Where the model runs.
     """
 
-    def __init__(
-        self,
-        source: DequantizedSource,
-        model: nn.Module,
-        names: NameMap,
-        ptq: PTQSpec,
-        device: torch.device,
-    ) -> None:
-        self._source, self._model, self._device = source, model, device
-        algo = stated_cache(source.quantization)
-        self.format: CacheFormat | None = next(
-            (fmt for fmt in CACHE_FORMATS.values() if fmt.algo == algo), None
-        )
+    def __init__(self, source: DequantizedSource, job: Job, fmt: CacheFormat) -> None:
+        self._source, self._job, self._format = source, job, fmt
+        ptq = ptq_facts(job.plan.spec)
         self._kept: dict[str, tuple[_Kept, _Kept]] = {}
-        if self.format is not None:
-            for layer in attention_layers(model, names, ptq):
-                key, value = (
-                    self._read(layer.prefix, name, letter)
-                    for name, letter in zip(ptq.key_value_names, "kv", strict=True)
-                )
-                self._kept[layer.path] = (key, value)
+        for layer in attention_layers(job.model, job.plan.names, ptq):
+            key, value = (
+                self._read(layer.prefix, name, letter)
+                for name, letter in zip(ptq.key_value_names, "kv", strict=True)
+            )
+            self._kept[layer.path] = (key, value)
 
     def watching(self) -> AbstractContextManager[None]:
         """Round while this context lasts."""
-        return watch_attention(self._model, self.visit)
+        return watch_attention(self._job.model, self.visit)
 
     def visit(self, module: str, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return keys and values [B, heads, T, head_dim] as the cache gives them back."""
-        if self.format is None or module not in self._kept:
+        if module not in self._kept:
             return None
         of_key, of_value = self._kept[module]
         return self._rounded(module, key, of_key), self._rounded(module, value, of_value)
 
     def _rounded(self, module: str, x: Tensor, kept: _Kept) -> Tensor:
-        assert self.format is not None
-        problem = self.format.problem(x.shape[-1])
+        problem = self._format.problem(x.shape[-1])
         if kept.scale is not None and kept.scale.ndim and kept.scale.shape[1] != x.shape[1]:
             problem = f"it has {kept.scale.shape[1]} scales for {x.shape[1]} heads"
         if problem:
             raise CheckpointError(
-                f"{self._source.path}: the KV cache of {module!r} is {self.format.name}, and "
+                f"{self._source.path}: the KV cache of {module!r} is {self._format.name}, and "
                 f"{problem}; leave it alone with activations=False"
             )
-        return from_cache(self.format, x, kept.scale, kept.bias)
+        return from_cache(self._format, x, kept.scale, kept.bias)
 
     def _read(self, prefix: str, projection: str, letter: str) -> _Kept:
         base = self._source.base
-        names = [f"{prefix}.{name}" for name in _NAMES]
-        names = [name.format(projection=projection, letter=letter) for name in names]
+        of_layer = (name.format(projection=projection, letter=letter) for name in _NAMES)
+        names = (f"{prefix}.{name}" for name in of_layer)
         found = next((name for name in names if name in base.tensors), None)
-        scale = None if found is None else self._scale(found)
         bias = f"{prefix}.{projection}.{letter}_bias"
-        if self.format is None or not self.format.affine or bias not in base.tensors:
-            return _Kept(scale, None)
-        return _Kept(scale, base.read(bias).to(self._device))
+        affine = self._format.affine and bias in base.tensors
+        return _Kept(
+            None if found is None else self._scale(found),
+            base.read(bias).to(self._job.device) if affine else None,
+        )
 
     def _scale(self, name: str) -> Tensor | None:
         """Return a scale, [] or [1, heads, 1, 1]; None for one that stands for none, <= 0."""
-        scale = self._source.base.read(name).float().to(self._device).flatten()
+        scale = self._source.base.read(name).float().to(self._job.device).flatten()
         if not bool((scale > 0).all()):
             return None
         if len(scale) == 1:
             return scale.reshape(())
-        if self.format is not None and self.format.block is None:
+        if self._format.block is None:
             return scale.view(1, -1, 1, 1)
         raise CheckpointError(
             f"{self._source.path}: the scale {name!r} of the KV cache has {len(scale)} elements, "
@@ -157,19 +143,24 @@ class CacheRounding:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What rounds as engines do: the inputs of matrices, and keys and values."""
+    """What rounds as engines do: the inputs of matrices, and keys and values.
+
+    Attributes:
+        cache: None where the checkpoint states no cache of ours.
+    """
 
     inputs: InputRounding
-    cache: CacheRounding
+    cache: CacheRounding | None
 
 
 def rounding_of(job: Job, *, activations: bool) -> Rounding | None:
     """Return what rounds as engines do; None where nothing does."""
-    source, names, device = job.source, job.plan.names, job.device
+    source = job.source
     if not activations or not isinstance(source, DequantizedSource):
         return None
-    ptq = ptq_facts(job.plan.spec)
+    algo = stated_cache(source.quantization)
+    fmt = next((fmt for fmt in CACHE_FORMATS.values() if fmt.algo == algo), None)
     return Rounding(
-        InputRounding(source, names, device),
-        CacheRounding(source, job.model, names, ptq, device),
+        InputRounding(source, job.plan.names, job.device),
+        None if fmt is None else CacheRounding(source, job, fmt),
     )

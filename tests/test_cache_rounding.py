@@ -95,6 +95,15 @@ def exported(source: Path, out: Path, cache: str, batches: list[Tensor], **optio
     return out
 
 
+def same_as_the_whole(
+    out: Path, source: Path, batches: list[Tensor], rounded: Callable[[str, str, Tensor], Tensor]
+) -> float:
+    """Hold what `evaluate` finds of an export against the source's model, and return it."""
+    wanted = nll_of_whole(source, batches, rounded)
+    assert perplexity(out, text=batches).nll == pytest.approx(wanted, rel=1e-9)
+    return wanted
+
+
 @pytest.mark.parametrize(
     ("cache", "kind"),
     [*((cache, "llama") for cache in sorted(CACHE_FORMATS)), ("fp8", "qwen3_moe")],
@@ -115,16 +124,14 @@ def test_against_the_whole_model(
     def rounded(path: str, letter: str, x: Tensor) -> Tensor:
         return reference(cache, tensors, path, letter, x)
 
-    wanted = nll_of_whole(source, token_batches, rounded)
-    assert perplexity(out, text=token_batches).nll == pytest.approx(wanted, rel=1e-9)
+    wanted = same_as_the_whole(out, source, token_batches, rounded)
     plain = nll_of_whole(source, token_batches, lambda path, letter, x: x)
     assert perplexity(out, text=token_batches, activations=False).nll == pytest.approx(plain)
     assert wanted != plain
     # Keys and values larger than those that calibration saw, which is where formats part most.
     tensors |= {name: t / 9 for name, t in tensors.items() if name.endswith(("k_scale", "v_scale"))}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    past = nll_of_whole(source, token_batches, rounded)
-    assert perplexity(out, text=token_batches).nll == pytest.approx(past, rel=1e-9)
+    past = same_as_the_whole(out, source, token_batches, rounded)
     assert (past == wanted) == ("cast" in cache)
 
 
@@ -148,8 +155,7 @@ def test_names_that_other_writers_use(
     def rounded(path: str, letter: str, x: Tensor) -> Tensor:
         return to_fp8(x, 1 / 64).bfloat16()
 
-    wanted = nll_of_whole(source, token_batches, rounded)
-    assert perplexity(out, text=token_batches).nll == pytest.approx(wanted, rel=1e-9)
+    same_as_the_whole(out, source, token_batches, rounded)
 
 
 def test_scales_of_heads_and_scales_that_stand_for_none(
@@ -170,8 +176,7 @@ def test_scales_of_heads_and_scales_that_stand_for_none(
         parts = [to_fp8(part, float(s)) for part, s in zip(x.unbind(1), heads, strict=True)]
         return torch.stack(parts, 1).bfloat16()
 
-    wanted = nll_of_whole(source, token_batches, rounded)
-    assert perplexity(out, text=token_batches).nll == pytest.approx(wanted, rel=1e-9)
+    same_as_the_whole(out, source, token_batches, rounded)
     config = out / "config.json"
     config.write_text(config.read_text().replace('"num_bits": 8', '"num_bits": 4'))
     assert perplexity(out, text=token_batches).nll == perplexity(source, text=token_batches).nll
@@ -225,8 +230,7 @@ def test_the_other_dialect(
     def rounded(path: str, letter: str, x: Tensor) -> Tensor:
         return reference("fp8", tensors, path, letter, x)
 
-    wanted = nll_of_whole(source, token_batches, rounded)
-    assert perplexity(out, text=token_batches).nll == pytest.approx(wanted, rel=1e-9)
+    same_as_the_whole(out, source, token_batches, rounded)
 
 
 def test_a_comparison_of_two_exports(

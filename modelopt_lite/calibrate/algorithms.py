@@ -81,9 +81,11 @@ def check_stacks(
     Raises:
         RecipeError: The blocks of one run along ``out``, and scales are searched.
     """
-    algorithm = None if choice.smooths else make_algorithm(choice, numerics)
+    algorithm = make_algorithm(choice, numerics)
+    if algorithm is None or choice.smooths:  # nothing is chosen of blocks
+        return
     for name, fmt in stacks.items():
-        if algorithm and not fmt.turns(True, numerics) and algorithm.problem(fmt) is None:
+        if not fmt.turns(True, numerics) and algorithm.problem(fmt) is None:
             raise RecipeError(
                 f"{name!r}: numerics={numerics!r} has blocks of {fmt.name} along the last axis "
                 f"as stored, and {choice.method!r} chooses scales along what is multiplied; take "

@@ -56,6 +56,13 @@ class Stated(Protocol):
     def algo(self) -> str | None:
         """The name of the whole export's format in upper case, where the dialect has such names."""
 
+    @property
+    def algos(self) -> set[str]:
+        """Every such name that is stated, those of modules too."""
+
+    def algo_of(self, module: str) -> str | None:
+        """Return the name of a module's format in upper case, where the dialect has such names."""
+
     def formats_of(self, module: str) -> tuple[LinearFormat, ...]:
         """Return the formats that a module may have, the likeliest first; none that is unknown."""
 

@@ -75,10 +75,7 @@ class CompressedTensors(Dialect):
 
     def pre_quant_scale_problem(self, fmt: LinearFormat) -> str | None:
         """See `Dialect.pre_quant_scale_problem`."""
-        return (
-            "it has no tensor for scales of the channels of inputs, and the model has no norm or "
-            "linear before this matrix that takes them up"
-        )
+        return "it has no tensor for scales of the channels of inputs"
 
     def factors_problem(self, fmt: LinearFormat) -> str | None:
         """See `Dialect.factors_problem`."""

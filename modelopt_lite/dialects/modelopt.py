@@ -46,10 +46,7 @@ class ModelOpt(Dialect):
         algo = algo_name(fmt, "scale")
         if has_channel_scales(algo):
             return None
-        return (
-            f"quant_algo {algo} has no scales of the channels of inputs, and the model has no norm "
-            "or linear before this matrix that takes them up"
-        )
+        return f"quant_algo {algo} has no scales of the channels of inputs"
 
     def factors_problem(self, fmt: LinearFormat) -> str | None:
         """See `Dialect.factors_problem`."""

@@ -220,6 +220,15 @@ class Schemes:
         """None: groups tell in numbers, not by a name."""
         return None
 
+    @property
+    def algos(self) -> set[str]:
+        """None, as of `algo`."""
+        return set()
+
+    def algo_of(self, module: str) -> str | None:
+        """None, as of `algo`."""
+        return None
+
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the group of a linear layer, whether it is ignored or not."""
         for scheme in self.schemes:

@@ -72,7 +72,11 @@ def matrix_problem(matrix: Matrix, dialect: Dialect) -> str | None:
         return problem
     if matrix.keeps_factors:
         return dialect.factors_problem(fmt)
-    return dialect.pre_quant_scale_problem(fmt) if matrix.keeps_scale else None
+    if matrix.keeps_scale and (problem := dialect.pre_quant_scale_problem(fmt)):
+        return (
+            f"{problem}, and the model has no norm or linear before this matrix that takes them up"
+        )
+    return None
 
 
 def _check_matrices(plan: Plan, dialect: Dialect) -> None:

@@ -80,6 +80,11 @@ def row_amax(w_RK: Tensor) -> Tensor:
     return torch.cat([amax_along(w_RK[rows], -1) for rows in row_chunks(w_RK)])
 
 
+def token_amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each token of ``x`` [..., K], float32 [..., 1]."""
+    return row_amax(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
+
+
 def block_amax(size: Tensor, block: int) -> Tensor:
     """Return the largest of each ``block`` neighbours of a contiguous float32 >= 0; NaN stays."""
     if size.device.type == "cpu" and size.numel():

@@ -14,8 +14,6 @@ from modelopt_lite.formats.linear import FORMATS, LinearFormat
 MIXED = "MIXED_PRECISION"
 # Their weights lie on disk as those of NVFP4 do; other tensors come beside them.
 OTHER_NAMES = {"NVFP4_AWQ": "NVFP4", "NVFP4_SVD": "NVFP4"}
-
-
 _SMOOTHED, _FACTORED = ("AWQ", "SVD", "SQ"), "SVD"
 
 
@@ -77,10 +75,19 @@ class Declared:
         """The listed modules, each with its format."""
         return {f"{name}: {algo}" for name, algo in (self.layers or {}).items()}
 
+    @property
+    def algos(self) -> set[str]:
+        """Every ``quant_algo`` that is stated."""
+        return {*filter(None, (self.algo, *(self.layers or {}).values()))}
+
+    def algo_of(self, module: str) -> str | None:
+        """Return the ``quant_algo`` of a module; None where none is stated."""
+        return (self.layers or {}).get(module) if self.algo == MIXED else self.algo
+
     def formats_of(self, module: str) -> tuple[LinearFormat, ...]:
         """Return the formats that a module may have, the likeliest first; none that is unknown."""
         mixed = self.algo == MIXED
-        algo = (self.layers or {}).get(module) if mixed else self.algo
+        algo = self.algo_of(module)
         algo = OTHER_NAMES.get(str(algo), algo)
         found = [f for f in FORMATS.values() if f.quant_algo.upper() == algo]
         size = (self.sizes or {}).get(module) if mixed else self.group_size

@@ -24,9 +24,9 @@ from modelopt_lite.formats.base import (
     Numerics,
     amax,
     chunk_rows,
-    row_amax,
     row_chunks,
     sanitized_amax,
+    token_amax,
 )
 
 DTYPE = torch.float8_e4m3fn
@@ -174,8 +174,7 @@ def fake_quantize_per_tensor(x: Tensor) -> Tensor:
 
 def fake_quantize_per_token(x: Tensor) -> Tensor:
     """Return ``x`` [..., K] rounded to FP8 with a scale of its own for each token."""
-    largest = row_amax(x.reshape(-1, x.shape[-1])).view(x.shape[:-1])
-    return fake_quantize(x, scale_from_amax(largest).unsqueeze(-1))
+    return fake_quantize(x, scale_from_amax(token_amax(x)))
 
 
 def _aligned(scale: Tensor, w: Tensor) -> Tensor:

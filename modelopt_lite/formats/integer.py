@@ -18,9 +18,9 @@ from modelopt_lite.formats.base import (
     Numerics,
     amax_along,
     chunk_rows,
-    row_amax,
     row_chunks,
     sanitized_amax,
+    token_amax,
 )
 
 INT8_MAX = 127.0
@@ -177,8 +177,7 @@ def fake_quantize_int8(x: Tensor, scale: Tensor) -> Tensor:
 
 def fake_quantize_int8_per_token(x: Tensor) -> Tensor:
     """Return ``x`` [..., K] rounded to INT8 with a scale of its own for each token."""
-    scale = int8_scale(row_amax(x.reshape(-1, x.shape[-1]))).view(x.shape[:-1])
-    return fake_quantize_int8(x, scale.unsqueeze(-1))
+    return fake_quantize_int8(x, int8_scale(token_amax(x)))
 
 
 def _scratch(w_RK: Tensor, multiple: int = 1) -> Tensor:

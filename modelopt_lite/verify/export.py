@@ -17,7 +17,7 @@ from modelopt_lite.checkpoint.reader import Checkpoint
 from modelopt_lite.dialects.base import Dialect, Stated
 from modelopt_lite.errors import CheckpointError
 from modelopt_lite.formats.base import TensorSpec
-from modelopt_lite.formats.declared import MIXED, Declared, has_channel_scales, is_turned
+from modelopt_lite.formats.declared import has_channel_scales, is_turned
 from modelopt_lite.formats.linear import LinearFormat
 from modelopt_lite.models import get_spec
 from modelopt_lite.models.specs import ExpertStorageSpec, ModelSpec, PTQSpec, ptq_facts
@@ -128,17 +128,7 @@ class Export:
 
         Where all scales are folded, the configs do not tell; the report of our own runs does.
         """
-        algos = {self.algo, *self._layers.values()}
-        return any(map(has_channel_scales, algos)) or self.method in SMOOTHING
-
-    def algo_of(self, module: Module) -> str | None:
-        """Return the ``quant_algo`` of a module, upper case; None where the configs state none."""
-        return self._layers.get(module.name) if self.algo == MIXED else self.algo
-
-    @property
-    def _layers(self) -> Mapping[str, str]:
-        declared = self.declared
-        return (declared.layers or {}) if isinstance(declared, Declared) else {}
+        return any(map(has_channel_scales, self.declared.algos)) or self.method in SMOOTHING
 
     @property
     def method(self) -> str:

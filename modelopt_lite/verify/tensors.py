@@ -81,7 +81,7 @@ def _check_packed(export: Export, module: Module, weight: TensorInfo) -> Iterato
                 f"{list(shape)} needs {list(spec.shape)}; export again",
             )
     yield from _check_packed_shape(export, module, shape)
-    algo = export.algo_of(module)
+    algo = export.declared.algo_of(module.name)
     allowed = {"pre_quant_scale"} if has_channel_scales(algo) else set()
     allowed |= {"weight_zero_point", "input_zero_point"}  # of zeros, and read by nobody
     factors = {suffix for suffix in module.scales if "svdquant_lora_" in suffix}
